@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from tests.strategies.fsdp.test_experts import Experts
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import BLOCKS, Blocks, Regression, quiet, variant
 from torch import distributed, nn
@@ -29,6 +30,7 @@ from drivetrain import (
     Trainer,
     already_split,
 )
+from drivetrain.strategies import ExpertParallel
 from drivetrain.task import ModelInfo
 from drivetrain.trainer.plan.fake_step import StepWatch
 
@@ -420,6 +422,55 @@ class Divided(Blocks):
         return ModelInfo(parallel_plan={f"blocks.*.{name}": style for name, style in names.items()})
 
 
+class Routed(Blocks):  # one in two rows goes to each expert
+    def __init__(self):
+        super().__init__(lambda: Experts(2, 16), 16, OptimizerConfig("adamw", lr=0.01))
+        self.blocks = self.blocks[:1]
+
+    def training_step(self, batch):
+        numbers = torch.arange(len(batch)) % 2
+        order = numbers.argsort(stable=True)
+        counts = numbers.bincount(minlength=2)
+        return self.head(self.blocks[0](batch[order], counts)).square().mean()
+
+    def model_info(self):
+        return ModelInfo(parallel_plan={"blocks.*": ExpertParallel()})
+
+
+@pytest.mark.nightly
+def test_a_plan_spreads_tokens_evenly_over_experts():
+    check_against_a_run(Routed, {"strategy": FSDPConfig(expert_parallel=True)})
+
+
+@pytest.mark.nightly
+def test_a_plan_counts_quantized_weights_and_states_as_they_are_stored():
+    from tests.strategies.test_quantized_base import DATA, Adapted, by_torchao
+
+    class In8Bits(Split):
+        def configure_optimizers(self):
+            return OptimizerConfig("adamw8bit")
+
+    batches = [torch.randn(64, 16)] * 2
+    for task, data in ((Adapted(by_torchao), DataLoader(DATA, batch_size=4)), (In8Bits(), batches)):
+        report = MemoryReport(show=False)
+        trainer = quiet(max_epochs=1, callbacks=[report])
+        found = trainer.plan(task, data)
+        with torch.compiler.set_stance("force_eager"):  # whose results are the same
+            trainer.fit(task, data)
+        stored = (report.use.parameters, report.use.optimizer)
+        assert (found.memory["parameters"], found.memory["optimizer"]) == stored
+        assert found.peak is not None
+
+
+def test_a_plan_splits_batches_and_shards_within_a_machine_as_a_run_does():
+    whole, parts = (plan([torch.randn(8, 16)] * 2, task=wide(), max_epochs=1, micro_batch=n) for n in (8, 2))
+    assert parts.memory["activations"] < whole.memory["activations"] / 3
+    assert parts.flops == whole.flops
+    strategy = FSDPConfig(sharding="hybrid")
+    found = quiet(max_epochs=1, strategy=strategy, devices=2, num_nodes=2).plan(wide(), [torch.randn(8, 16)])
+    assert {each.ranks for each in found.collectives if each.kind != "broadcast"} == {2}
+
+
 @pytest.mark.nightly
 def test_a_plan_has_the_published_activations_of_175_billion_parameters_on_8_processes():
     # Korthikanti et al. 2022, equation 2: s b h (10 + 24 / t + 5 a s / (h t)) bytes for a layer.
@@ -464,11 +515,29 @@ def test_tokens_count_where_the_task_does_and_a_step_that_needs_values_has_no_ac
     assert task.kept == []  # what the forward keeps is the copy's
     found = plan(task=Tokens(reads_values=True), max_epochs=2)
     assert found.memory["activations"] is None
-    assert "DataDependent" in found.memory_unknown
     assert "at least" in str(found)
     with torch.device("meta"):
         task = Tokens()
     assert plan(task=task, max_epochs=2).memory == plan(task=Tokens(), max_epochs=2).memory
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (lambda x: x.mean() * float(x.max()), "the step reads a value of a tensor at test_plan.py:"),
+        (lambda x: x.mean() * x.detach().numpy().max(), "reads a value of a tensor at test_plan.py:"),
+        (lambda x: x[x > 0].mean(), "nonzero returns as many elements as values say at test_plan.py:"),
+        (lambda x: x @ torch.ones(2), "RuntimeError at test_plan.py:"),
+    ],
+)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_a_plan_cannot_know_is_named_with_the_line(loss, why, devices, capfd):
+    options = {"strategy": FSDPConfig()} if devices > 1 else {}
+    task = variant(loss=lambda self, outputs, batch: loss(outputs))()
+    found = quiet(max_epochs=1, devices=devices, **options).plan(task, samples())
+    assert why in found.memory_unknown
+    assert found.memory.get("gathered") is None
+    assert capfd.readouterr().err == ""  # where torch shows its own frames
 
 
 def test_nothing_is_fetched_changed_or_written(tmp_path, capsys):

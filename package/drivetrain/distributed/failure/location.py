@@ -104,6 +104,14 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def users_line(error: BaseException) -> str:
+    """Return the innermost line of the user's program in a traceback; empty if it has none."""
+    for each in reversed(traceback.extract_tb(error.__traceback__)):
+        if not each.filename.startswith(_NOT_THE_USERS):
+            return f"{Path(each.filename).name}:{each.lineno} ({(each.line or '')[:80]})"
+    return ""
+
+
 def error_location(error: BaseException) -> str:
     """Return where an error was raised; empty if that is in no named function."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]

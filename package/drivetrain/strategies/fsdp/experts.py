@@ -7,6 +7,7 @@ leaves it to the module to take its part of each weight, and to the program to s
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils._python_dispatch import _disable_current_modes
 
 from drivetrain.core.errors import StrategyError
+from drivetrain.distributed.processes import has_fake_ranks
 
 
 class ExpertParallel(ParallelStyle):
@@ -78,16 +81,25 @@ class _TokenExchange:
         tokens, counts = inputs
         received = torch.empty_like(counts)
         distributed.all_to_all_single(received, counts, group=self._group)
-        by_process = torch.stack([counts, received]).view(2, self._size, -1)
-        self._sent, self._received = by_process.sum(2).tolist()  # waits for the device, as the exchange must
-        if sum(self._sent) != len(tokens):
-            raise StrategyError(f"{name}: the counts add up to {sum(self._sent)}, for {len(tokens)} tokens")
-        here = by_process[1]
-        numbers = torch.arange(here.shape[1], device=tokens.device).repeat(self._size)
-        self._order = numbers.repeat_interleave(received).argsort(stable=True)
+        in_plan = has_fake_ranks()
+        with _disable_current_modes() if in_plan else nullcontext():
+            if in_plan:
+                counts = even_counts(len(tokens), self._experts)
+                received = counts[: self._experts // self._size].repeat(self._size)
+            by_process = torch.stack([counts, received]).view(2, self._size, -1)
+            # Waits for the device, as the exchange must.
+            self._sent, self._received = by_process.sum(2).tolist()
+            if sum(self._sent) != len(tokens):
+                raise StrategyError(
+                    f"{name}: the counts add up to {sum(self._sent)}, for {len(tokens)} tokens"
+                )
+            here = by_process[1]
+            numbers = torch.arange(here.shape[1], device=here.device).repeat(self._size)
+            self._order = numbers.repeat_interleave(received).argsort(stable=True)
+            by_expert = here.sum(0)
         for key, each in module.named_parameters():
             vars(module)[key] = self._part(each)
-        return self._exchanged(tokens, self._sent, self._received)[self._order], here.sum(0)
+        return self._exchanged(tokens, self._sent, self._received)[self._order], by_expert
 
     def give_back(self, module: nn.Module, inputs: Any, output: Tensor | None) -> Tensor | None:
         """Return the rows of this process's tokens; forget the parts also if there was an error."""
@@ -110,6 +122,12 @@ class _TokenExchange:
     def _exchanged(self, tokens: Tensor, sent: list[int], received: list[int]) -> Tensor:
         made: Tensor = _AllToAll.apply(tokens, sent, received, self._group)  # type: ignore[no-untyped-call]
         return made
+
+
+def even_counts(rows: int, experts: int) -> Tensor:
+    """Return counts for a plan, whose tensors have no values: as many rows for each expert."""
+    with _disable_current_modes():
+        return torch.tensor([(rows + experts - 1 - each) // experts for each in range(experts)])
 
 
 class _AllToAll(torch.autograd.Function):

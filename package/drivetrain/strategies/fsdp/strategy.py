@@ -353,8 +353,11 @@ class FSDP(Strategy):
 
     def memory(self, task: nn.Module, precision: Precision, local_size: int) -> Memory:
         """Return the shards of a process."""
-        shards = self._sizes(local_size)["shard"]
-        return sharded_memory(task, self.config, precision, shards)
+        return sharded_memory(task, self.config, precision, self.shards(local_size))
+
+    def shards(self, local_size: int) -> int:
+        """Return the number of processes that shard the model, with so many on a machine."""
+        return self._sizes(local_size)["shard"]
 
     def microbatch(self, model: nn.Module, last: bool) -> None:
         """Reduce gradients only in the window's last micro-batch, unless the configuration asks for each."""

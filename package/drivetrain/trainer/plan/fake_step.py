@@ -7,6 +7,7 @@ ones, and the other ranks are those of torch's "fake" process group, whose colle
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -29,14 +30,17 @@ from drivetrain.engine.engine import Engine
 from drivetrain.engine.memory_profile import MemoryWatch
 from drivetrain.run.settings import RunSettings
 from drivetrain.strategies import Strategy
+from drivetrain.strategies.base import Memory
 from drivetrain.strategies.ddp import DDP
-from drivetrain.strategies.fsdp.config import FSDPConfig
+from drivetrain.strategies.fsdp.experts import even_counts
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.single import SingleDevice
 from drivetrain.strategies.wrapping import batch_norms
+from drivetrain.task.optim.quantized import is_quantized
 from drivetrain.task.task import TaskModule
-from drivetrain.trainer.plan.optimizers import on_meta
+from drivetrain.trainer.plan.memory import Unknown
+from drivetrain.trainer.plan.optimizers import without_values
 
 _CPU = torch.device("cpu")
 """The device of tensors without values. Fake ones of a GPU start CUDA, and no fork could use it then."""
@@ -138,6 +142,8 @@ class StepWatch(MemoryWatch):  # type: ignore[no-untyped-call]
 
 def _collective(kind: str, args: tuple[Any, ...], result: Any) -> Collective:
     sides = [[each for each in tree_leaves(side) if isinstance(each, Tensor)] for side in (*args, result)]
+    if any(each.is_sparse for side in sides for each in side):
+        raise Unknown("the processes exchange sparse gradients, whose sizes depend on values")
     sizes = [sum(each.nbytes for each in side) for side in sides]
     dtype = next(each.dtype for side in sides for each in side)
     return Collective(kind, _group_size(args), max(sizes), str(dtype).removeprefix("torch."))
@@ -156,11 +162,9 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         number: What is read from a tensor now; None if that is refused.
-        otherwise: What is read outside of backward and the optimizer's step.
     """
 
     number: float | None = None
-    otherwise: float | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -174,7 +178,18 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0], Work.boxed(_create_work_from_future(future))
         if func is torch.ops.aten._local_scalar_dense.default and self.number is not None:
             return self.number
+        if func is torch.ops.aten.bincount.default and len(args) == 3 and args[1] is None:
+            return even_counts(len(args[0]), args[2])
         return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def answering(self, number: float) -> Iterator[None]:
+        """Answer a number to what the block reads."""
+        before, self.number = self.number, number
+        try:
+            yield
+        finally:
+            self.number = before
 
 
 def fake_step(
@@ -184,32 +199,32 @@ def fake_step(
     batch: Batch,
     accumulation: int,
     length: RunLength,
-    forward_dtype: torch.dtype | None = None,
+    memory: Memory | None,
 ) -> FakeStep:
     """Make a step of a copy of a task as the first rank of a run.
 
     Args:
-        batch: A micro-batch.
-        accumulation: Micro-batches in the step.
-        forward_dtype: The dtype of the weights under a strategy that does not run on fake ranks.
+        batch: A micro-batch of the data.
+        accumulation: Micro-batches of the data in the step.
+        memory: What a process holds under the strategy; None if that is not known.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    made, precision = _on_fake_ranks(strategy), as_precision(settings.precision)
+    made, precision = _on_fake_ranks(strategy, settings.num_nodes), as_precision(settings.precision)
     own, meta = made.name == strategy.name, torch.device("meta")  # that of the storages of fake tensors
     mode, answers = FakeTensorMode(allow_non_fake_inputs=True), _Answers()  # type: ignore[no-untyped-call]
-    config: Any = getattr(made, "config", None)
-    if isinstance(config, FSDPConfig) and config.context_parallel > 1:
-        answers.otherwise = 1.0  # it reads the weights of the parts
-    copy, samples = on_meta(task), batch_size(batch) or 1
+    samples = batch_size(batch) or 1
     with (
         _fake_ranks(made.world_size),
         Engine(made, precision, seed=settings.seed, memory=settings.memory) as engine,
+        torch.compiler.set_stance("force_eager"),
         mode,
         answers,
     ):
-        _give_fake_tensors(copy, None if own else forward_dtype)
-        fake = tree_map(_fake, batch)
+        copy, fake = without_values(task, _fake), tree_map(_fake, batch)
+        vars(copy)["_apply"] = partial(_apply, copy)
+        if not own and memory is not None and memory.forward_dtype is not None:
+            _convert(copy, memory.forward_dtype)
         micro_batch = MicroBatch(fake, float(samples), samples)
         with _buckets(made), _FirstChunks():
             engine.prepare_task(
@@ -218,48 +233,50 @@ def fake_step(
                 calendar=length.calendar,
                 max_grad_norm=settings.max_grad_norm,
                 max_grad_value=settings.max_grad_value,
+                micro_batch=settings.micro_batch if isinstance(settings.micro_batch, int) else None,
             )
         if isinstance(engine.model, DistributedDataParallel):
             engine.model.reducer = _Reducer(engine.model.reducer)  # type: ignore[assignment]
         optimizers = [each.optimizer for each in engine.updaters.values()]
-        # An overflow of the loss scale is a number that is not zero; optimizers divide by what they read.
-        engine.before_optimizer_step = partial(setattr, answers, "number", 0.0)
-        for each in optimizers:
+        for each in optimizers:  # which divide by what they read
             each.register_step_pre_hook(lambda *_: setattr(answers, "number", 1.0))
             each.register_step_post_hook(lambda *_: setattr(answers, "number", 0.0))
         kept, measured = 0, -1
-        backward = made.backward
+        backward, update = made.backward, engine.update
 
         def noting(*args: Any, **kwargs: Any) -> None:
             nonlocal kept
             if measured > 0 and (engine.interleaved or engine.passes == measured):
                 gradients = (each.grad for each in copy.parameters())
                 kept = max(kept, watch.now("activations", gradients))
-            answers.number = 1.0  # DDP reads whether some rank has used a parameter
-            backward(*args, **kwargs)
-            answers.number = answers.otherwise
+            with answers.answering(1.0):  # DDP reads whether some rank has used a parameter
+                backward(*args, **kwargs)
 
-        vars(made)["backward"], answers.number = noting, answers.otherwise
+        def updating(*args: Any) -> tuple[bool, Tensor | None]:
+            with answers.answering(0.0):  # an overflow of the loss scale is a number that is not zero
+                return update(*args)
+
+        vars(made)["backward"], vars(engine)["update"] = noting, updating
+        train_step = (engine.splitter or engine).train_step
         with closing(FlopCount()) as flops:
-            engine.train_step([micro_batch])  # makes the optimizers' states
+            train_step([micro_batch])  # makes the optimizers' states
             flops.read()
-        answers.number, measured = answers.otherwise, engine.passes + 1
+        measured = engine.passes + 1
         with StepWatch(copy, optimizers, meta, fake) as watch:
-            engine.train_step([micro_batch] * accumulation)
-    known = own and not getattr(getattr(strategy, "config", None), "expert_parallel", False)
-    collectives = tuple(watch.collectives) if known else None
+            train_step([micro_batch] * accumulation)
     counted = 0 if flops.failed is not None else int(flops.read_at or 0) * accumulation
+    collectives = tuple(watch.collectives) if own else None
     return FakeStep(kept, watch.at_peak(), collectives, own, counted or None)
 
 
-def _on_fake_ranks(strategy: Strategy) -> Strategy:
+def _on_fake_ranks(strategy: Strategy, nodes: int) -> Strategy:
     """Return a strategy's like on the CPU; one process stands for those that bring their own processes."""
     if not isinstance(strategy, (DDP, FSDP)):
         return SingleDevice()
     options: dict[str, Any] = {"sync_batchnorm": False}  # which needs GPUs
     if isinstance(strategy, FSDP):
-        # Which tokens go to which experts takes values. Gathering the experts instead is the upper bound.
-        options |= {"gather_at_end": False, "expert_parallel": False}
+        size = strategy.shards(strategy.world_size // nodes) if strategy.config.sharding == "hybrid" else None
+        options |= {"gather_at_end": False, "shard_size": size}
     config: Any = dataclasses.replace(strategy.config, **options)
     return type(strategy)(config, device="cpu", world_size=strategy.world_size)
 
@@ -267,6 +284,7 @@ def _on_fake_ranks(strategy: Strategy) -> Strategy:
 @contextmanager
 def _fake_ranks(world_size: int) -> Iterator[None]:
     """Run the block as the first rank of a job whose other ranks are torch's "fake" ones."""
+    from torch._subclasses import fake_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if world_size == 1 and distributed.is_initialized():
@@ -275,9 +293,13 @@ def _fake_ranks(world_size: int) -> Iterator[None]:
     if distributed.is_initialized():
         raise RuntimeError("this process is a rank of a job already: plan in another process")
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    log = fake_tensor.log  # to which torch also writes what it raises
+    before, log.disabled = log.disabled, True
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     finally:
+        log.disabled = before
         distributed.destroy_process_group()
 
 
@@ -312,7 +334,7 @@ class _FirstChunks(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is not torch.chunk:
+        if func is not torch.chunk or is_quantized(args[0]):
             return func(*args, **(kwargs or {}))
         return _first_chunk(*args, **(kwargs or {}))
 
@@ -331,34 +353,23 @@ class _Reducer:
         return bool if name == "_rebuild_buckets" else getattr(self._reducer, name)
 
 
-def _give_fake_tensors(copy: Any, dtype: torch.dtype | None) -> None:
-    """Replace the tensors of a task on the meta device; `dtype` is that of its weights but batch norms'."""
-    norms = {id(each) for norm in batch_norms(copy) for each in norm.parameters()}
-    # torch's own cannot replace the fake tensors of a module.
-    vars(copy)["_apply"] = partial(_apply, copy)
-    copy._apply(
-        lambda each: _fake(each, dtype if isinstance(each, nn.Parameter) and id(each) not in norms else None)
-    )
-
-
 def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    made: dict[int, tuple[Tensor, Tensor]] = {}
-    for each in module.modules():
-        tables: list[dict[str, Any]] = [each._parameters, each._buffers]
-        for table, name, old in [(among, *entry) for among in tables for entry in among.items()]:
-            if old is not None and id(old) not in made:
-                with torch.no_grad():
-                    new = function(old)
-                if isinstance(old, nn.Parameter) and new is not old:
-                    new = nn.Parameter(new, old.requires_grad)
-                    new.__dict__.update(old.__dict__)
-                made[id(old)] = old, new
-            table[name] = None if old is None else made[id(old)][1]
+    """Convert the tensors of a module in place, which torch's `_apply` does not do for fake ones."""
+    for each in (*module.parameters(), *module.buffers()):
+        if not is_quantized(each):
+            each.data = function(each)
     return module
 
 
-def _fake(value: Any, dtype: torch.dtype | None = None) -> Any:
+def _convert(copy: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the weights, but for those of batch norms."""
+    norms = {id(each) for norm in batch_norms(copy) for each in norm.parameters()}
+    for each in copy.parameters():
+        if each.is_floating_point() and id(each) not in norms:
+            each.data = each.to(dtype)
+
+
+def _fake(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    dtype = dtype if dtype is not None and value.is_floating_point() else value.dtype
-    return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=_CPU)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_CPU)

@@ -12,6 +12,7 @@ from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.core.int_schedule import at_start
 from drivetrain.core.types import Batch
 from drivetrain.data.split_source import AlreadySplit
+from drivetrain.distributed.failure.location import users_line
 from drivetrain.run.settings import RunSettings
 from drivetrain.strategies.base import Memory
 from drivetrain.task.model_info import info_of
@@ -23,39 +24,27 @@ class Unknown(Exception):  # noqa: N818 - the reason is a value here, which the 
     """A part of a plan that cannot be known beforehand; its text is the reason."""
 
 
-def example_batch(settings: RunSettings, task: TaskModule, data: Any, limit: int | None = None) -> Batch:
+def example_batch(settings: RunSettings, task: TaskModule, data: Any) -> Batch:
     """Return a micro-batch of copies of the first sample: no other is fetched.
 
     Raises:
-        Unknown: The data is a stream, or its first sample or batch raises.
+        Unknown: The data is a stream, or a batch sampler chooses the sizes.
     """
     data = data.data if isinstance(data, AlreadySplit) else data
-    try:
-        if isinstance(data, (list, tuple)):
-            return data[0]
-        if isinstance(data, DataLoader):
-            return _of_loader(data, limit)
-        if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
-            raise Unknown("the training data is a stream, and a plan draws nothing from it")
-        size = at_start(settings.batch_size) or getattr(data, "batch_size", None) or 1
-        collate = settings.collate or info_of(task).collate or default_collate
-        return collate([data[0]] * min(size, limit or size))
-    except Unknown:
-        raise
-    except Exception as error:
-        raise Unknown(f"no batch could be made of the first sample: {short(error)}") from error
-
-
-def _of_loader(data: DataLoader[Any], limit: int | None) -> Batch:
-    dataset: Any = data.dataset
-    if isinstance(dataset, IterableDataset):
+    if isinstance(data, (list, tuple)):
+        return data[0]
+    samples, sampler = (data.dataset, data.batch_sampler) if isinstance(data, DataLoader) else (data, None)
+    if isinstance(samples, IterableDataset) or not hasattr(samples, "__getitem__"):
         raise Unknown("the training data is a stream, and a plan draws nothing from it")
-    if data.batch_sampler is None:
-        return data.collate_fn(dataset[0])
-    size = data.batch_size or getattr(data.batch_sampler, "batch_size", None)
+    if not isinstance(data, DataLoader):
+        size = at_start(settings.batch_size) or getattr(data, "batch_size", None) or 1
+        return (settings.collate or info_of(task).collate or default_collate)([samples[0]] * size)
+    if sampler is None:
+        return data.collate_fn(samples[0])
+    size = data.batch_size or getattr(sampler, "batch_size", None)
     if not isinstance(size, int):
         raise Unknown("a batch sampler chooses the sizes of the batches")
-    return data.collate_fn([dataset[0]] * min(size, limit or size))
+    return data.collate_fn([samples[0]] * size)
 
 
 def checkpoint_size(settings: RunSettings, task: TaskModule, built: Built) -> int | None:
@@ -78,6 +67,20 @@ def checkpoint_size(settings: RunSettings, task: TaskModule, built: Built) -> in
     return None if whole is None else sum(tensors.values()) + whole
 
 
-def short(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:120]}{'...' if len(text) > 120 else ''}"
+def reason(error: Exception) -> str:
+    """Return why a step without values has failed, with the line of the user's program."""
+    if isinstance(error, Unknown):
+        return str(error)
+    name, text, line = type(error).__name__, " ".join(str(error).split()), users_line(error)
+    where = f" at {line}" if line else ""
+    if name == "DataDependentOutputException" or "not supported for tensor subclasses" in text:
+        return (
+            f"the step reads a value of a tensor{where}, and a plan's tensors have none. Compute with tensors"
+            " instead, such as by torch.where"
+        )
+    if name == "DynamicOutputShapeException":
+        return (
+            f"{text.split('.')[1]} returns as many elements as values say{where}, and a plan's tensors have"
+            " none. Multiply by a mask, or use torch.where"
+        )
+    return f"{name}{where}: {text[:120]}{'...' if len(text) > 120 else ''}"

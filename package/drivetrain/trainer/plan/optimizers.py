@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,17 +60,25 @@ class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def on_meta(task: nn.Module) -> Any:
-    """Return a copy of the task whose parameters and buffers are on the meta device.
+def on_meta(tensor: Tensor) -> Tensor:
+    """Return a tensor like another without values."""
+    return torch.empty_like(tensor, device="meta", requires_grad=False)
+
+
+def without_values(task: nn.Module, empty: Callable[[Tensor], Tensor] = on_meta) -> Any:
+    """Return a copy of the task whose parameters and buffers have no values.
 
     Lists, mappings and sets among the attributes of modules are copied; all other attributes are shared.
+
+    Args:
+        empty: Makes a tensor like another.
     """
     made: dict[int, Any] = {}
 
     def tensor(old: Tensor | None) -> Tensor | None:
         if old is None or id(old) in made:
             return made.get(id(old))
-        new = torch.empty_like(old, device="meta", requires_grad=False)
+        new = _of_parts(old, empty) if is_quantized(old) else empty(old)
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, old.requires_grad)
             new.__dict__.update(old.__dict__)
@@ -90,6 +99,13 @@ def on_meta(task: nn.Module) -> Any:
     return module(task)
 
 
+def _of_parts(tensor: Any, empty: Callable[[Tensor], Tensor]) -> Tensor:
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: empty(getattr(tensor, name)) for name in names}
+    made: Tensor = tensor.__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+    return made
+
+
 class Built:
     """The optimizers of the run, made on copies of the parameters without values.
 
@@ -108,7 +124,7 @@ class Built:
         self.precision = as_precision(settings.precision)
         self.state: list[tuple[Tensor, Tensor]] | None = None
         try:
-            self._build(self._converted(on_meta(task)), settings, length)
+            self._build(self._converted(without_values(task)), settings, length)
             self.state = self._states()
         except Exception:  # of tensors without values; a fault of the real ones too is raised below
             self._build(task, settings, length)
@@ -171,6 +187,8 @@ class Built:
             return round(elements * fraction)
 
         def size(of: str, each: Tensor, dtype: torch.dtype | None = None) -> int:
+            if is_quantized(each):
+                return part(of, each, sum(stored.nbytes for stored in parts_of("", each).values()))
             return part(of, each, each.numel()) * (dtype or self.stored_dtype(each, memory)).itemsize
 
         trained = [each for each in parameters if each.requires_grad]

@@ -23,6 +23,8 @@ from drivetrain.core.types import Batch
 from drivetrain.data import evaluation_sources
 from drivetrain.run.settings import RunSettings, known_accumulation, scheduled_numbers
 from drivetrain.strategies import Strategy
+from drivetrain.strategies.ddp import DDP
+from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.task.task import TaskModule, known_fit, overrides, train_loaded
 from drivetrain.task.without_trace import without_trace
@@ -48,7 +50,7 @@ from drivetrain.trainer.plan.conflicts import (
 )
 from drivetrain.trainer.plan.counts import Epoch, Firings, and_at_the_end, firings
 from drivetrain.trainer.plan.fake_step import Collective, FakeStep, fake_step
-from drivetrain.trainer.plan.memory import Unknown, checkpoint_size, example_batch, short
+from drivetrain.trainer.plan.memory import checkpoint_size, example_batch, reason
 from drivetrain.trainer.plan.optimizers import Built, Rate
 
 
@@ -391,7 +393,8 @@ class _Process:
         self.forward_dtype = None if memory is None else memory.forward_dtype
         self.offloaded = tuple(each for each in self.memory if memory and each in memory.offloaded)
         if strategy.sharded or strategy.world_size > 1:
-            self.memory["gathered"] = None if memory is None else memory.gathered
+            known = memory is not None and not isinstance(strategy, (DDP, FSDP))
+            self.memory["gathered"] = memory.gathered if memory is not None and known else None
         self.memory |= dict.fromkeys(_OF_A_STEP)
         self.unknown, self.tokens, self.example = "", None, None
         self.peak: int | None = None
@@ -402,19 +405,13 @@ class _Process:
             batch = self.example = example_batch(settings, task, data)
             if overrides(task, "tokens"):
                 self.tokens = int(task.tokens(batch)) * accumulation * strategy.data_size or None
-            if isinstance(settings.micro_batch, int):
-                batch = example_batch(settings, task, data, settings.micro_batch)
-        except Unknown as error:
-            self.unknown = str(error)
-            return
-        workers = data.num_workers if isinstance(data, DataLoader) else settings.num_workers
-        self.host_memory += local_size * workers * _AHEAD * _bytes(batch)
-        try:
-            self._add(fake_step(settings, strategy, task, batch, accumulation, length, self.forward_dtype))
+            workers = data.num_workers if isinstance(data, DataLoader) else settings.num_workers
+            self.host_memory += local_size * workers * _AHEAD * _bytes(batch)
+            self._add(fake_step(settings, strategy, task, batch, accumulation, length, memory))
         except (ConfigError, DataError, StrategyError):
             raise  # as the fit would
         except Exception as error:
-            self.unknown = f"a step without values raises {short(error)}"
+            self.unknown = reason(error)
 
     def _add(self, step: FakeStep) -> None:
         """Add what a step has used."""
@@ -423,8 +420,8 @@ class _Process:
         if not step.is_own:
             temporary = at_peak.get("activations", 0) + at_peak.get("step", 0) - step.kept
         else:
-            if "gathered" in at_peak:
-                self.memory["gathered"] = at_peak["gathered"]
+            if "gathered" in self.memory:
+                self.memory["gathered"] = at_peak.get("gathered", 0)
             # The optimizer's step is made where its state is.
             on_host = {*self.offloaded, "step"} if self.offloaded else ()
             self.peak = sum(size for kind, size in at_peak.items() if kind not in on_host)
