@@ -297,15 +297,14 @@ def test_what_fails_is_named(change: str, words: str) -> None:
         server.server_close()
 
 
-def test_another_number_of_ranks_within_an_epoch_is_refused_and_a_lost_buffer_is_named() -> None:
+def test_another_number_of_ranks_within_an_epoch_is_refused_and_a_buffer_is_lost() -> None:
     on_two_ranks(lambda: fit(hugging_face, 2, "ranks", 2) and None)
     with pytest.raises(CheckpointError, match="divided over 2 ranks and this run's is not divided"):
         fit(hugging_face, None, "ranks")
     on_two_ranks(lambda: fit(hugging_face, None, "epoch", 2) and None)
     assert sorted(fit(hugging_face, None, "epoch", epochs=2)[0]) == [*range(46)]
-    whole, parts, _, said = in_parts(lambda: hugging_face().shuffle(seed=3, buffer_size=8), 1, "buffer")
+    whole, parts, *_ = in_parts(lambda: hugging_face().shuffle(seed=3, buffer_size=8), 1, "buffer")
     assert len({*whole}) == 46 > len({*parts})
-    assert "another order" in said
 
 
 @pytest.mark.parametrize("change", ["missing", "cut"])

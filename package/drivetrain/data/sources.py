@@ -28,7 +28,6 @@ from drivetrain.data.batch import batch_size
 from drivetrain.data.fingerprint import fingerprint
 from drivetrain.data.protocols import has_state, length_of, order_settings, set_epoch
 from drivetrain.data.rank_rounds import Evidence, SharedBatch, rounds
-from drivetrain.data.repeats import Repeats
 from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.skipped_batches import BadBatchSkipper, BadSample
 from drivetrain.data.streams.skipping import skipping
@@ -41,7 +40,7 @@ from drivetrain.data.workers.ends import (
     workers_of,
 )
 from drivetrain.data.workers.pool import LookAhead
-from drivetrain.data.workers.signals import aside, end, watch_workers, workers_ignoring_signals
+from drivetrain.data.workers.signals import end, expect_deaths, workers_ignoring_signals
 from drivetrain.distributed.failure.messages import summary
 from drivetrain.distributed.ranks import ALONE, Ranks
 
@@ -307,10 +306,8 @@ class IterableSource(Source):
         self._seed = seed
         self.exact = False
         self.stateful = has_state(data)
-        workers = getattr(data, "num_workers", 0)
-        self._workers = workers if isinstance(data, DataLoader) else 0
+        self._workers = data.num_workers if isinstance(data, DataLoader) else 0
         self.made_ahead = self._workers > 0
-        self._repeats = Repeats(name, workers) if self._workers > 1 and shard.rank == 0 else None
         self._length_checked = shard.rank > 0
         self._restored = False
         self._used_up = False
@@ -343,49 +340,36 @@ class IterableSource(Source):
                 " __getitem__)"
             )
         is_whole, self._restored = not number, False
-        repeats = None if position else self._repeats
         iterator = self._begin(epoch, number)
         stream = batch_stream(self._seed, epoch)
         while True:
             seed = mix_next(stream, number)
             seed_host(seed)
             try:
-                if aside:
-                    raise aside.pop()
                 batch = next(iterator)
             except StopIteration:
                 if once_more:
                     once_more, iterator = False, self._begin(epoch, number)
                     continue
-                self._end(number, position, is_whole, repeats)
+                self._end(number, position, is_whole)
                 return
             except Exception as error:
                 batch = self._left_out(error, iterator, number, epoch)
             else:
-                repeats = self._note_read(batch, repeats)
+                if self.skipper is not None:
+                    self.skipper.note_good()
             once_more = False
             seed_after(seed)
             number += 1
             if number > position:
                 yield batch, 1, None
 
-    def _note_read(self, batch: Batch, repeats: Repeats | None) -> Repeats | None:
-        """Note that a batch was read; return what looks for repeated samples as long as it looks."""
-        if self.skipper is not None:
-            self.skipper.note_good()
-        if repeats is not None and not repeats.note(batch):
-            repeats = self._repeats = None
-        return repeats
-
-    def _end(self, number: int, position: int, is_whole: bool, repeats: Repeats | None) -> None:
+    def _end(self, number: int, position: int, is_whole: bool) -> None:
         """Note that the data has ended after a number of batches."""
         if number < position and not self.is_part:
             what = f"it ends after {number} batches, and {position} were used"
             raise self._other_data(what, "Give it as before")
         self._used_up = True
-        if repeats is not None:
-            repeats.check(at_end=True)
-            self._repeats = None
         if is_whole:
             self._check_length(number)
 
@@ -417,7 +401,7 @@ class IterableSource(Source):
             stays = getattr(self._data, "_iterator", None)
             raise self._failed(error, stays, number, epoch) from error
         if workers_of(iterator):
-            watch_workers(iterator)
+            expect_deaths(iterator)
             self._begun = weakref.ref(iterator)
         return iterator
 
