@@ -2,14 +2,18 @@
 
 import multiprocessing
 import os
+import queue
+import selectors
 import signal
 import sys
 import threading
 import time
+from multiprocessing import connection, queues
 
 from tests.support.indexed import Augmented, batches, source
+from torch.utils.data import dataloader
 
-from drivetrain.data.workers import signals as worker_signals
+WAITING = {each.__file__ for each in (selectors, threading, queue, queues, connection)}
 
 
 class Slow(Augmented):  # makes the main thread wait
@@ -20,7 +24,12 @@ class Slow(Augmented):  # makes the main thread wait
 
 def interrupt():
     waiting.wait()
-    while not worker_signals._waits_for_batch(sys._current_frames()[threading.main_thread().ident]):
+    while True:
+        frame = sys._current_frames()[threading.main_thread().ident]
+        while frame is not None and frame.f_code.co_filename in WAITING:
+            frame = frame.f_back
+        if frame is not None and frame.f_code.co_filename == dataloader.__file__:
+            break
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGINT)
 

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
 
 from drivetrain import DataError, LambdaCallback
 from drivetrain.core.errors import EXIT_REQUEUE
-from drivetrain.data.workers import signals as worker_signals
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(signal, "SIGCHLD"), reason="the system tells of no child's end"),
@@ -52,14 +51,6 @@ def wait_for_a_death() -> None:  # until the only worker has died, which torch w
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not multiprocessing.active_children()
-
-
-def kill(worker: Any) -> None:  # kill a worker, and wait until this process has been told of its end
-    os.kill(worker.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
-    until = time.monotonic() + 1.0  # the handler runs at once, but torch may not know the worker yet
-    while not worker_signals.aside and time.monotonic() < until:
-        time.sleep(0.001)
 
 
 @pytest.fixture(autouse=True)
@@ -128,24 +119,6 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return torch.ones(4), torch.ones(1)
-
-
-@pytest.mark.parametrize("data", [Rows, Stream])
-def test_a_death_is_told_before_the_next_batch_is_waited_for(data: Any, monkeypatch: Any) -> None:
-    """A loader's timeout is also how long torch waits before it looks for dead workers."""
-    asked: list[bool] = []
-
-    def kills(run: Any) -> None:
-        [worker] = multiprocessing.active_children()
-        kill(worker)
-        looks = dataloader._MultiProcessingDataLoaderIter
-        monkeypatch.setattr(looks, "_try_get_data", lambda *_: (bool(asked.append(True)), None))
-
-    loader = DataLoader(data(), batch_size=2, num_workers=1, timeout=3600)
-    with pytest.raises(DataError, match=r"worker 0 \(pid \d+\) was killed by signal SIGKILL"):
-        quiet(max_epochs=1, callbacks=[LambdaCallback(on_step_end=kills)]).fit(Regression(), loader)
-    assert not asked
-    assert not worker_signals.aside
 
 
 @pytest.mark.parametrize("data", [Rows, Stream])

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import shutil
 import signal
 import time
-import traceback
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 _TORCHS = re.compile(r"DataLoader worker \((pid(?:\(s\))? [\d, ]+)\) (is killed|exited)")
 """The beginning of torch's error for a dead worker."""
-
-_OF_GROUP = re.compile(r"^ *\| (\S.*)$", re.MULTILINE)
-"""The line of a group of errors in its traceback, and those of the errors in it."""
 
 _CAUGHT = re.compile(r"Caught \w+ in DataLoader worker process (\d+)\.\nOriginal ", re.ASCII)
 """The beginning of torch's error for an exception in a worker; its traceback follows."""
@@ -87,10 +82,6 @@ def note_on(error: BaseException | None) -> str | None:
     found = _TORCHS.search(str(error)) if isinstance(error, RuntimeError) else None
     if error is None or found is None:
         return None
-    text = f"{error} {error.__cause__}"  # torch may have noticed because of SIGCHLD
-    for each in signal.valid_signals():
-        if f"killed by signal: {signal.strsignal(each)}" in text:
-            return f"a worker of a loader ({found[1]}) was killed by signal {_signal_name(each)}"
     return (
         f"a worker of a loader ({found[1]}) has ended by itself, or was killed. If it was killed by SIGKILL,"
         f" {_ADVICE['SIGKILL']}"
@@ -103,9 +94,6 @@ def raised_in_worker(iterator: Any, error: Exception) -> tuple[str, str] | None:
     Returns None for an error that was raised here.
     """
     text = str(error.args[0]) if error.args else ""  # str() of a KeyError would quote it
-    for call, _ in traceback.walk_tb(error.__traceback__):
-        if call.f_code.co_name == "reraise":  # torch's, which cannot make a group anew
-            text = str(call.f_locals.get("msg", text))
     found = _CAUGHT.match(text)
     if found is None:
         return None
@@ -114,8 +102,6 @@ def raised_in_worker(iterator: Any, error: Exception) -> tuple[str, str] | None:
     _, frame, after = text.rpartition('\n  File "')
     lines = (frame + after).splitlines()[2:] or text.splitlines()[-1:]
     what = next((each for each in lines if each and not each.startswith(" ")), lines[-1])
-    if members := [each for each in _OF_GROUP.findall(text) if not each.startswith("Traceback ")]:
-        what = f"{members[0]}: {'; '.join(members[1:])}"
     return f", in worker {number}{pid}", what
 
 
@@ -136,23 +122,10 @@ def _shared_memory() -> str:
     return f". /dev/shm has {usage.free >> 20} of {usage.total >> 20} MiB free now"
 
 
-def _is_full() -> bool:
-    try:
-        return shutil.disk_usage("/dev/shm").free < 1 << 20
-    except OSError:
-        return False
-
-
 def lacks_shared_memory(error: BaseException) -> str | None:
-    """Return advice if shared memory had no room for a worker's batch, or for the locks of its queue.
-
-    Returns None for other errors.
-    """
+    """Return advice if shared memory had no room for a worker's batch; None for other errors."""
     text = str(error)
-    is_batch = "shared memory" in text and ("No space left" in text or "Cannot allocate" in text)
-    # A semaphore is a file in /dev/shm, and the system's error does not name it.
-    is_lock = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
-    if is_batch or (is_lock and _is_full()):
+    if "shared memory" in text and ("No space left" in text or "Cannot allocate" in text):
         return f"{_ADVICE['SIGBUS']}{_shared_memory()}"
     return None
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from drivetrain.core.errors import DataError
 from drivetrain.data.keyed_batches import IndexBatch
 from drivetrain.data.workers.ends import WorkerEnded, how_ended, lacks_shared_memory, makers, note_on
-from drivetrain.data.workers.signals import aside, end, starting, watch_workers
+from drivetrain.data.workers.signals import end, expect_deaths, starting
 
 
 class LookAhead(NamedTuple):
@@ -99,7 +99,7 @@ class Workers:
                 self._loader = self._make(self._asked, epoch)
             with starting(self._loader):
                 self._iterator = iter(self._loader)
-            watch_workers(self._iterator)
+            expect_deaths(self._iterator)
         except Exception as error:
             raise self._failed(error) from error
         except BaseException as error:  # an interrupt
@@ -149,8 +149,6 @@ class Workers:
             if under_way and under_way[0].epoch != epoch:
                 return
             try:
-                if aside:
-                    raise aside.pop()
                 assert self._iterator is not None
                 made = next(self._iterator)
             except BaseException as error:

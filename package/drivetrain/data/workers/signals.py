@@ -1,12 +1,12 @@
-"""Workers ignore the signals that end a run, and reports of dead workers come where a batch is awaited.
+"""Workers ignore the signals that end a run, and a dead worker is found where a batch is awaited.
 
 Signals that end a run in order do nothing in its workers, because the run still needs their batches, however
 many processes the signals are sent to.
 
 The system reports the end of a child by SIGCHLD. torch then raises a RuntimeError in the main thread,
 wherever that is: in the optimizer's constructor, in the user's `try` for something else, in the report of
-another error. While our workers run, that error is raised only where torch waits for a batch. Elsewhere it is
-put aside until the next batch is requested.
+another error. While our workers run, that error is dropped: torch also looks for dead workers every five
+seconds while it waits for a batch, or after the loader's timeout.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import queue
-import selectors
 import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing import connection, forkserver, queues
+from multiprocessing import forkserver
 from types import FrameType
 from typing import Any
 
-from torch.utils.data import DataLoader, dataloader
+from torch.utils.data import DataLoader
 
 from drivetrain.data.workers.ends import workers_of
 from drivetrain.distributed.launch.children import end_with
@@ -34,9 +32,6 @@ from drivetrain.distributed.signals import handled, ignore_signals, signals_bloc
 
 _running: dict[int, weakref.ref[Any]] = {}
 """The iterators whose workers run, by id."""
-
-aside: list[RuntimeError] = []
-"""Errors of workers that died while nobody waited for a batch."""
 
 _torch_handler: Any = None
 """torch's SIGCHLD handler, which ours replaces."""
@@ -100,8 +95,8 @@ def workers_ignoring_signals(data: Any) -> Iterator[None]:
         data.worker_init_fn = own
 
 
-def watch_workers(iterator: Any) -> None:
-    """Watch an iterator's workers until they end or nothing refers to the iterator any more."""
+def expect_deaths(iterator: Any) -> None:
+    """Prepare this process for the end of an iterator's workers, by whatever signal."""
     global _torch_handler
     if handled():
         for each in workers_of(iterator):
@@ -119,8 +114,6 @@ def watch_workers(iterator: Any) -> None:
 
 def end(iterator: Any) -> None:
     """End an iterator's workers, even if something else, such as a traceback, still refers to it."""
-    if iterator is None:
-        return
     try:
         shut_down = getattr(iterator, "_shutdown_workers", None)  # torch calls it in the iterator's __del__
         if shut_down is not None:
@@ -130,10 +123,8 @@ def end(iterator: Any) -> None:
 
 
 def _leave(which: int) -> None:
-    """Stop watching an iterator's workers, and restore torch's handler after the last."""
+    """Restore torch's handler once the workers of all iterators have ended."""
     _running.pop(which, None)
-    if not _running:
-        aside.clear()
     if not _running and _gets_sigchld() and signal.getsignal(signal.SIGCHLD) is _handle_sigchld:
         signal.signal(signal.SIGCHLD, _torch_handler)
 
@@ -144,23 +135,5 @@ def _gets_sigchld() -> bool:
 
 
 def _handle_sigchld(number: int, frame: FrameType | None) -> None:
-    try:
+    with suppress(RuntimeError):
         _torch_handler(number, frame)
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error) or _waits_for_batch(frame):
-            raise
-        aside.append(error)
-
-
-_WAITING = frozenset(each.__file__ for each in (selectors, threading, queue, queues, connection))
-
-
-def _waits_for_batch(frame: FrameType | None) -> bool:
-    """Return whether torch's iterator only waits for a batch.
-
-    During other work, such as a callback of the garbage collector, an error would be lost or leave a file
-    open.
-    """
-    while frame is not None and frame.f_code.co_filename in _WAITING:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename == dataloader.__file__
