@@ -1,4 +1,4 @@
-"""The public classes, loaded for messages that look for an argument in all of them."""
+"""The public names of the packages that load them lazily."""
 
 from __future__ import annotations
 
@@ -19,11 +19,3 @@ def package_with(name: str) -> str:
             if name in HOMES.get(package.name, ()):
                 return package.name
     return ""
-
-
-def public_classes(package: str = "drivetrain") -> list[type]:
-    """Load and return the public classes of a package, and of the loaded packages below it."""
-    below = [known for name, known in HOMES.items() if name.startswith(f"{package}.")]
-    homes = {name: home for known in (*below, HOMES.get(package, {})) for name, home in known.items()}
-    found = [getattr(importlib.import_module(home), name) for name, home in homes.items()]
-    return [each for each in found if isinstance(each, type)]

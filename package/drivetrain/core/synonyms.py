@@ -15,7 +15,6 @@ from importlib import resources
 from typing import Any, NoReturn
 
 from drivetrain.core.errors import ConfigError, nearest
-from drivetrain.core.public import public_classes
 
 OWNERS = {
     "Trainer": "Trainer({})",
@@ -38,9 +37,6 @@ OWNERS = {
 
 _CLASS_OF_OURS = "drivetrain's class of that name, whose arguments differ"
 _PAGE = "docs/how-to/from-other-libraries.md"
-
-_MANY = 4
-"""The most calls that may take an argument of one name for all of them to count."""
 
 STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 
@@ -77,43 +73,9 @@ def help_with(name: str, allowed: Iterable[str], kind: str = "argument", owner: 
     """Return a hint for a wrong name: our counterpart if the table has one, else the nearest name."""
     names = sorted(allowed)
     ours = None if name.lower() in names else row(name, kind, owner)
-    device, _, index = name.partition(":")
-    if kind == "strategy" and device in names and index.isdigit():
-        of_several = f", and drivetrain.strategies.SingleDevice({name!r}) takes one of several GPUs"
-        ours = f"strategy={device!r}" + of_several * (device == "cuda")
-    listed = f"Allowed: {', '.join(map(repr, names)) or 'none'}."
-    if ours is not None and not ours.startswith("same"):
-        return f"{_sentence(ours, names, owner)} {listed}"
-    if kind == "argument" and (calls := takers(name, owner)):
-        return f"It is an argument of {' or '.join(calls[:3])}. {listed}"  # of verbs, the first three
-    return nearest(name, names)
-
-
-def takers(name: str, owner: str = "") -> list[str]:
-    """Return the calls of ours that take an argument, as a user writes them; those of `owner` come first."""
-    first = owner.partition(".")[0]
-    owners = [first, "Trainer", *OWNERS]
-    found: dict[str, int] = {}
-    for kind in public_classes():
-        title = kind.__name__
-        order = owners.index(title) if title in owners else len(owners)
-        for method in dir(kind):
-            call = getattr(kind, method, None)
-            taken = getattr(call, "arguments_by_name", ())
-            if method == "__init__" and not taken and title in OWNERS:
-                taken = inspect.signature(kind).parameters
-            if name not in taken:
-                continue
-            if method == "__init__":
-                shown = OWNERS.get(title, f"{title}({{}})")
-            elif title == "Trainer":
-                shown = OWNERS.get(method, f"trainer.{method}({{}})")
-            else:
-                continue
-            found.setdefault(shown.format(f"{name}=..."), order)
-    if len(found) > _MANY:  # a common word, which means something of its own in each
-        found = {shown: order for shown, order in found.items() if order < len(owners) and first == "Trainer"}
-    return sorted(found, key=found.__getitem__)
+    if ours is None or ours.startswith("same"):
+        return nearest(name, names)
+    return f"{_sentence(ours, names, owner)} Allowed: {', '.join(map(repr, names)) or 'none'}."
 
 
 def _sentence(ours: str, allowed: Iterable[str] = (), owner: str = "") -> str:

@@ -46,7 +46,6 @@ def by_name(target: T) -> T:
         check_names(owner, given, known, what="argument")
         return target(self, *positional, **given)
 
-    checked.arguments_by_name = known  # type: ignore[attr-defined]  # `synonyms.takers` looks for it
     return cast(T, checked)
 
 
