@@ -94,10 +94,6 @@ def test_a_state_dict_is_found_where_programs_put_it(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=told):
             load_weights(tmp_path / "file.pt")
     assert not Path("it ran").exists()
-    (tmp_path / "sharded").mkdir()
-    (tmp_path / "sharded" / "__0_0.distcp").touch()
-    with pytest.raises(CheckpointError, match="dcp_to_torch"):
-        load_weights(tmp_path / "sharded")
 
 
 def test_a_changed_byte_half_a_file_and_another_file_are_told(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ class RunDirectory:
             )
         raise CheckpointError(
             f"no checkpoint found at {self.root!r}. Looked for {MANIFEST} in it, and for checkpoints in it"
-            f" and in its {CHECKPOINTS!r}.{_near(self.root, self.files)}"
+            f" and in its {CHECKPOINTS!r}.{near(self.root, self.files)}"
         )
 
     def best(self, by: str = "") -> str:
@@ -202,41 +202,9 @@ def entries_of(
     return oldest_first(entries), damaged
 
 
-def foreign_hint(names: Collection[str]) -> str:
-    """Return advice for a folder that another program has saved, recognised by its files' names; else ""."""
-    if any(name.endswith(".distcp") for name in names):
-        return (
-            " torch.distributed.checkpoint has saved this folder: make one file of it with python -m"
-            " torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt, and give that"
-        )
-    if "zero_to_fp32.py" not in names and not any(name.endswith("_optim_states.pt") for name in names):
-        return ""
-    return (
-        " DeepSpeed has saved this folder: make weights of it with the script in it, python"
-        " FOLDER/zero_to_fp32.py FOLDER OUTPUT --safe_serialization, and give OUTPUT"
-    )
-
-
-def _near(path: str, files: FileSystem) -> str:
-    io = DirectoryCheckpointIO()
-    path = files.absolute(path)
-    parent, last = files.split(path)
-    if io.exists(parent):
-        return f" Did you mean the checkpoint that it is in, {parent!r}?"
+def near(path: str, files: FileSystem) -> str:
+    """Return a sentence with the names beside a path that are like its own; empty if none is."""
+    parent, last = files.split(files.absolute(path))
     with os_errors("list", parent):
-        hint = foreign_hint(files.entries(path)) if files.kind(path) == "directory" else ""
-        if hint:
-            return hint
-        if files.renames and files.kind(parent) != "directory":
-            return f" There is no directory {parent!r} either."
-        names = [
-            name
-            for name, kind in sorted(files.entries(parent).items())
-            if kind == "directory"
-            and (
-                io.exists(files.join(parent, name))
-                or files.kind(files.join(files.join(parent, name), CHECKPOINTS)) == "directory"
-            )
-        ]
-    near = difflib.get_close_matches(last, names, n=3, cutoff=0.3) or names[-3:]
-    return f" Near it are: {', '.join(repr(files.join(parent, name)) for name in near)}." if near else ""
+        found = difflib.get_close_matches(last, sorted(files.entries(parent)), n=3, cutoff=0.3)
+    return f" Near it are: {', '.join(repr(files.join(parent, name)) for name in found)}." if found else ""

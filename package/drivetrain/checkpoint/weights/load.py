@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -22,7 +21,7 @@ from drivetrain.checkpoint.format.tensors import (
 )
 from drivetrain.checkpoint.saving.index import read_index
 from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
-from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS, foreign_hint, load_newest
+from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS, load_newest, near
 from drivetrain.checkpoint.storage.files import HashedReader
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, Kind, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
@@ -154,7 +153,7 @@ def _found(source: str | os.PathLike[str], take: Take) -> Found:
     odd = odd_kind(path) if files.renames else None
     if odd is not None:
         raise CheckpointError(f"no weights at {path!r}: it {odd}. Give a file or a directory")
-    raise CheckpointError(f"no weights at {path!r}: there is no such file or directory.{_near(path, files)}")
+    raise CheckpointError(f"no weights at {path!r}: there is no such file or directory.{near(path, files)}")
 
 
 def _from_folder(path: str, files: FileSystem, names: Mapping[str, Kind], take: Take) -> Found:
@@ -189,12 +188,10 @@ def _is_listed(path: str, files: FileSystem) -> bool:
 
 def _others(path: str, files: FileSystem, names: Collection[str]) -> str:
     """Return advice for the files that the folder has instead."""
-    hint = foreign_hint(names)
     for suffix in (INDEX, TENSORS, PICKLES):
-        found = [repr(files.join(path, name)) for name in names if name.endswith(suffix)]
-        if found and not hint:
+        if found := [repr(files.join(path, name)) for name in names if name.endswith(suffix)]:
             return f" Give the path of a file, such as {', '.join(found[:3])}"
-    return hint
+    return ""
 
 
 def _from_file(path: str, files: FileSystem, take: Take) -> Found:
@@ -299,13 +296,3 @@ def _followed(path: str, files: FileSystem) -> str:
 def _has(path: str, files: FileSystem) -> bool:
     with os_errors("read", path):
         return files.kind(_followed(path, files)) == "file"
-
-
-def _near(path: str, files: FileSystem) -> str:
-    parent, last = files.split(path)
-    with os_errors("list", parent):
-        names = sorted(files.entries(parent))
-    if not names:
-        return f" There is nothing in {parent!r} either."
-    near = difflib.get_close_matches(last, names, n=3, cutoff=0.3)
-    return f" Near it are: {', '.join(repr(files.join(parent, name)) for name in near)}." if near else ""

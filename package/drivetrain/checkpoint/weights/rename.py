@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias, TypeVar
 
 from drivetrain.checkpoint.weights.module_state import clean_name, clean_names
@@ -15,9 +14,6 @@ T = TypeVar("T")
 Rename: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
 """The rule from source names to module names: regular expressions with replacements, or a function. None
 drops a tensor."""
-
-_COMMON = 8
-"""A suffix that more names share, such as "weight", is ignored when guessing a rename of prefixes."""
 
 
 def renamed(given: Mapping[str, T], rename: Rename | None, where: str) -> tuple[dict[str, T], list[str]]:
@@ -71,39 +67,3 @@ def _replaced(name: str, replacements: Mapping[str, str | None]) -> str | None:
                 f"rename has {pattern!r}: {replacement!r}, which cannot be applied: {error}"
             ) from error
     return name
-
-
-def prefix_hint(given: Collection[str], own: Collection[str]) -> str:
-    """Suggest a `rename` of name prefixes that makes most names fit.
-
-    Args:
-        given: The source names.
-        own: The module's names.
-
-    Returns:
-        A sentence and a blank, or "" if there is no such prefix.
-    """
-    heads: dict[str, list[str]] = {}
-    for name in own:
-        for head, tail in _splits(name):
-            heads.setdefault(tail, []).append(head)
-    votes: Counter[tuple[str, str]] = Counter()
-    for name in given:
-        for head, tail in _splits(name):
-            here = heads.get(tail, [])
-            if len(here) <= _COMMON:
-                votes.update((head, other) for other in here)
-    if not votes:
-        return ""
-    # Of the prefixes that fit the most names, the shortest.
-    (old, new), count = max(votes.items(), key=lambda vote: (vote[1], -len(vote[0][0]) - len(vote[0][1])))
-    if old == new or 2 * count <= min(len(given), len(own)) or count < min(2, len(own)):
-        return ""
-    return f"Most names would fit with rename={{{'^' + re.escape(old)!r}: {new!r}}}. "
-
-
-def _splits(name: str) -> Iterator[tuple[str, str]]:
-    """Yield the splits of a name into prefix and suffix: at the start, and after each dot."""
-    yield "", name
-    for match in re.finditer(r"\.", name):
-        yield name[: match.end()], name[match.end() :]

@@ -23,7 +23,7 @@ from drivetrain.checkpoint.weights.module_state import (
     is_extra,
     put_state,
 )
-from drivetrain.checkpoint.weights.rename import Rename, prefix_hint, renamed
+from drivetrain.checkpoint.weights.rename import Rename, renamed
 from drivetrain.checkpoint.weights.stored_rows import (
     FileTensor,
     differ,
@@ -151,7 +151,7 @@ def load_weights_into(
         note = f"the other {len(frozen)} are frozen, and left out there"
     fitting, report = _compare(module, own, named, where, later)
     if (report.missing or report.unexpected or report.mismatched) and (strict or not fitting):
-        raise CheckpointError(_refusal(report, named, own, where, type(module).__name__, strict))
+        raise CheckpointError(_refusal(report, own, where, type(module).__name__, strict))
     if later:
         leave_weights(module, fitting, own, where)
         note = "; ".join(filter(None, ("each process reads its rows when a run shards the task", note)))
@@ -162,17 +162,13 @@ def load_weights_into(
     return replace(report, dropped=tuple(dropped), note=note)
 
 
-def _refusal(
-    report: LoadReport, named: Collection[str], own: Collection[str], where: str, kind: str, strict: bool
-) -> str:
-    suggestion = prefix_hint(named, own)
-    problems = "; ".join(_problems(report, () if suggestion else report.missing or own))
+def _refusal(report: LoadReport, own: Collection[str], where: str, kind: str, strict: bool) -> str:
+    problems = "; ".join(_problems(report, report.missing or own))
     if strict:
-        hint = f"{suggestion}strict=False loads those that fit"
-        return f"the weights of {where} do not fit {kind}: {problems}. {hint}"
+        return f"the weights of {where} do not fit {kind}: {problems}. strict=False loads those that fit"
     return (
-        f"nothing of {where} fits {kind}, so nothing was loaded: {problems}. {suggestion}Give `rename` to"
-        " turn the source's names into the module's"
+        f"nothing of {where} fits {kind}, so nothing was loaded: {problems}. Give `rename` to turn the"
+        " source's names into the module's"
     )
 
 
