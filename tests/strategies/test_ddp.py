@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import (
-    ConfigError,
-    Engine,
     Freeze,
     FSDPConfig,
     OptimizerConfig,
@@ -27,7 +25,6 @@ from drivetrain.strategies import SingleDevice
 from drivetrain.strategies.ddp import DDP, DDPConfig
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.registry import PRECISIONS
-from drivetrain.task.optim.config import OPTIMIZERS
 from drivetrain.task.task import StepModule
 from drivetrain.testing import check_strategy
 
@@ -246,18 +243,6 @@ def test_sparse_gradients_train_as_dense_ones_in_one_process() -> None:
     for options in SPLITS:
         sparse, dense = (trained(Words(each), SingleDevice("cpu"), 1, **options) for each in (True, False))
         torch.testing.assert_close(sparse, dense)
-
-
-def test_an_optimizer_that_takes_no_gradient_of_their_layout_is_refused_with_the_parameters() -> None:
-    cases = {
-        "adamw": "AdamW does not take the sparse gradients of '(word|bag).weight'.*'sgd' and 'adagrad'",
-        "sparseadam": "SparseAdam does not take the dense gradients of 'head",
-    }
-    for name, text in cases.items():
-        with pytest.raises(ConfigError, match=text):
-            trained(Words(optimizer=name), SingleDevice("cpu"), 1)
-        with pytest.raises(ConfigError, match=text):
-            Engine().prepare(Words(), OPTIMIZERS[name])  # in a loop of the user's
 
 
 def test_sparse_gradients_train_on_two_ranks_as_in_one_process() -> None:

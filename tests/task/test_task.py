@@ -227,7 +227,7 @@ def test_refusals_of_a_task() -> None:
         "no constructor": (lambda: Without().predict_step({"image": ONE}), "Without"),
         "no loss of a tensor": loss(ONE),
         "a module beside a method": hide(Regression(), "loss", nn.MSELoss()),
-        "a function": (*hide(Plain(), "loss", F.mse_loss), "nn.MSELoss()`", "calls mse_loss(outputs, ...)"),
+        "a function": (*hide(Plain(), "loss", F.mse_loss), "Assign a module", "or define loss("),
         "a list of metrics": (*hide(Plain(), "metrics", []), "`self.metrics = {"),
     }
     assert_refused((ConfigError, DataError, AttributeError, TypeError), cases)

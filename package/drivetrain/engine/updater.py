@@ -30,7 +30,6 @@ from drivetrain.task.optim.build import (
     build_schedule,
     check_gradients,
     check_parameters,
-    check_sparse,
     numbers_of,
     remember_base_rates,
     schedule_lengths,
@@ -455,7 +454,6 @@ def made_by(
         made, scheduler = _checked(
             factory([each for each in module.parameters() if each.requires_grad]), factory
         )
-        check_sparse(made, module)
         return finish(made), scheduler
 
 

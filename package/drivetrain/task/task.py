@@ -103,7 +103,7 @@ class TaskModule(nn.Module):
         if name in _DESCRIBED and self._take(name, value):
             return
         if name in _RESERVED:
-            instead = "" if overrides(self, name) else _instead(name, value)
+            instead = "" if overrides(self, name) else _INSTEAD.get(name, "")
             raise ConfigError(
                 f"{type(self).__name__}.{name} is a method of TaskModule, which an attribute would hide."
                 f"{instead} Choose another name for the attribute, such as {name + '_function'!r}"
@@ -508,19 +508,11 @@ _DESCRIBED = ("loss", "metrics")
 """The methods that a constructor may replace by an object."""
 
 
-def _instead(name: str, value: object) -> str:
-    """Return what to write in place of an object that cannot stand for a method."""
-    if name == "metrics":
-        return " Assign a mapping, `self.metrics = {'accuracy': ...}`."
-    if name != "loss":
-        return ""
-    function = getattr(value, "__name__", "")
-    wanted = function.replace("_", "").removesuffix("loss") + "loss"
-    module = next((each for each in vars(nn) if each.lower() == wanted), "CrossEntropyLoss")
-    return (
-        f" Assign a module, `self.loss = nn.{module}()`, or define `def loss(self, outputs, batch)`, which"
-        f" calls {function.strip('<>') or 'a function'}(outputs, ...) with the target in the batch."
-    )
+_INSTEAD = {
+    "loss": " Assign a module, `self.loss = nn.CrossEntropyLoss()`, or define loss(self, outputs, batch).",
+    "metrics": " Assign a mapping, `self.metrics = {'accuracy': ...}`.",
+}
+"""What to write in place of an object that cannot stand for a method."""
 
 
 _RESERVED = frozenset(

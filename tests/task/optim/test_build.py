@@ -136,15 +136,9 @@ def test_refusals_of_optimizer_config():
     def config(name="adamw", **settings):
         return lambda: OptimizerConfig(name, **settings)
 
-    def pairwise(groups, lr, pair=(0.9, 0.99)):
-        return torch.optim.Adam(groups, lr, betas=(pair[0], pair[1]))
-
-    pairwise.__module__ = "another"
     half = net(torch.bfloat16)
     finished = torch.optim.SGD(net().parameters())
     parts, expanded = nn.Linear(4, 6), nn.Linear(4, 6)
-    bare = nn.Linear(4, 6)
-    bare.none = nn.Parameter(torch.zeros(0, 3))
     parts.weight = nn.Parameter(torch.randn(6, 8)[:, :4])
     expanded.weight = nn.Parameter(torch.randn(4).expand(6, 4))
     cases = {
@@ -173,19 +167,15 @@ def test_refusals_of_optimizer_config():
         ),
         "fused over a part": (lambda: built("adamw", parts, fused=True), "strides (8, 1)", "fused at None"),
         "shared memory": (lambda: built("sgd", expanded), "shape (6, 4)", "elements that share memory"),
-        "no elements": (lambda: built("adafactor", bare), "shape (0, 3) has none ('none')", "'adamw'"),
         "a group's option": (config(groups=ParameterGroup("head.*", momentum=1)), "'head.*'"),
         "schedule": (config(schedule="cosin"), "'cosine'"),
         "of torch": (config(schedule=partial(torch.optim.lr_scheduler.StepLR, step_size=2)), "class StepLR"),
         "fused in 16 bits": (lambda: built("sgd", half, fused=True), "torch.bfloat16", "on cpu"),
         "torch's own": (lambda: built(betas=(2.0, 0.9)), "'adamw' refuses", "Invalid beta parameter"),
-        "for a pair": (config(betas=0.9), "betas takes 2 numbers, such as (0.9, 0.999), not 0.9"),
-        "a pair of texts": (config(betas=("0.9", "1")), "betas takes 2 numbers"),
-        "for a number": (config(eps="1e-8"), "eps takes a number, such as 1e-08, not '1e-8'"),
-        "for a switch": (config(amsgrad="false"), "amsgrad takes True or False"),
-        "for a count": (config("muon", ns_steps=2.5), "ns_steps takes a whole number, such as 5"),
-        "in a group": (config(groups=ParameterGroup("*", eps=(1, 2))), "'*': eps takes a number"),
-        "another's pair": (lambda: built(pairwise, pair=0.9), "refuses its settings", "pair takes 2 numbers"),
+        "a number for a pair": (lambda: built(betas=0.9), "'adamw' refuses its settings: 'float' object"),
+        "a text for a number": (lambda: built(eps="1e-8"), "'adamw' refuses its settings: '<=' not"),
+        "for a switch": (config(amsgrad="false"), "amsgrad of the optimizer 'adamw' must be True or False"),
+        "in a group": (config(groups=ParameterGroup("*", amsgrad="no")), "'*' must be True or False"),
         "no optimizer": (lambda: built(lambda groups, lr: 3), "a int, not a torch"),
         "no length": (lambda: build_schedule(OptimizerConfig(schedule="linear"), None), "total_steps"),
     }

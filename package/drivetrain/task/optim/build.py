@@ -25,13 +25,11 @@ from drivetrain.task.optim.config import (
     OptimizerFactory,
     is_dampened,
     optimizer_title,
-    unlike_defaults,
 )
 from drivetrain.task.optim.groups import (
     embedding_parameters,
     group_titles,
     make_groups,
-    named_parameters,
     select_parameters,
 )
 from drivetrain.task.optim.quantized import check_quantized
@@ -99,16 +97,14 @@ def build_optimizer(
     except (TypeError, ValueError, RuntimeError, LookupError) as error:
         if isinstance(error, ConfigError):
             raise
-        unlike = "; ".join([str(error), *unlike_defaults(factory, config.options)])
         finds = " lr=None is for an optimizer that finds its own rate." if config.lr is None else ""
-        raise ConfigError(f"{optimizer_title(config)} refuses its settings: {unlike}.{finds}") from error
+        raise ConfigError(f"{optimizer_title(config)} refuses its settings: {error}.{finds}") from error
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"{optimizer_title(config)} gave a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
     check_quantized(optimizer)
-    check_parameters(optimizer, module)
-    check_sparse(optimizer, module)
+    check_parameters(optimizer)
     remember_base_rates(optimizer)
     _remember_scheduled(optimizer, config)
     return optimizer
@@ -153,7 +149,7 @@ def _check_factors(config: OptimizerConfig, setting: str, count: int) -> None:
         )
 
 
-def check_parameters(optimizer: Optimizer, module: nn.Module | None = None) -> None:
+def check_parameters(optimizer: Optimizer) -> None:
     """Check that torch can step an optimizer on its parameters, as they are sharded and lie in memory."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     parameters = [each for group in optimizer.param_groups for each in group["params"] if _has_values(each)]
@@ -163,12 +159,6 @@ def check_parameters(optimizer: Optimizer, module: nn.Module | None = None) -> N
                 f"a parameter of shape {tuple(each.shape)} has elements that share memory, as expand() makes"
                 " them, and cannot be trained. Make the parameter of a copy, nn.Parameter(values.clone()), or"
                 " of the values before expand(), and expand it in forward"
-            )
-        if isinstance(optimizer, torch.optim.Adafactor) and not each.numel():
-            raise ConfigError(
-                f"the optimizer 'adafactor' divides by the number of elements, and a parameter of shape"
-                f" {tuple(each.shape)} has none{_named(each, module)}. Freeze it, or use another optimizer,"
-                " such as 'adamw'"
             )
         if fused and not _is_dense(each):
             raise _not_fused(f"a parameter of shape {tuple(each.shape)} has strides {each.stride()}")
@@ -184,38 +174,6 @@ def check_parameters(optimizer: Optimizer, module: nn.Module | None = None) -> N
 def _has_values(parameter: Tensor) -> bool:
     # ZeRO leaves only the shapes of what it has sharded.
     return not (is_lazy(parameter) or hasattr(parameter, "ds_shape"))
-
-
-def check_sparse(optimizer: Optimizer, module: nn.Module) -> None:
-    """Check that an optimizer of torch takes sparse gradients where embeddings have them, or no others.
-
-    SGD and Adagrad without weight decay take both kinds, SparseAdam only sparse ones, the others only dense.
-    """
-    sparse = set(embedding_parameters(module, sparse=True))
-    only_sparse, kind = isinstance(optimizer, torch.optim.SparseAdam), type(optimizer).__name__
-    if not (sparse or only_sparse) or not type(optimizer).__module__.startswith("torch.optim."):
-        return
-    takes_both = isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad))
-    names = {each.parameter: each.names[0] for each in named_parameters(module)}
-    wrong = [
-        repr(names.get(each, "a parameter"))
-        for group in optimizer.param_groups
-        for each in group["params"]
-        if (each in sparse) != only_sparse and not (takes_both and not group["weight_decay"])
-    ]
-    if wrong:
-        listed = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
-        raise ConfigError(
-            f"the optimizer {kind} does not take the {'dense' if only_sparse else 'sparse'} gradients of"
-            f" {listed}. 'sgd' and 'adagrad' without weight decay take both kinds, 'sparseadam' sparse ones,"
-            " and all others dense ones. Use several in a mapping, each with its parameters=, or create"
-            " embeddings with sparse=False"
-        )
-
-
-def _named(parameter: Tensor, module: nn.Module | None) -> str:
-    named = () if module is None else module.named_parameters()
-    return next((f" ({name!r})" for name, each in named if each is parameter), "")
 
 
 def check_gradients(may_unfuse: bool, optimizer: Optimizer, *_: Any) -> None:
