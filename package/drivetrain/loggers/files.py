@@ -15,10 +15,7 @@ from typing import Any, ClassVar
 from drivetrain.checkpoint.storage.files import replacing
 from drivetrain.core.errors import without_secrets
 from drivetrain.core.files import NotAFileError, check_own, loads, make_directory, open_file
-from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
-
-_LOG = logger(__name__)
 
 
 def to_json(value: Any) -> Json:
@@ -131,11 +128,6 @@ class Appended:
             file.seek(max(0, size - len(data)))
             return bool(file.read() == data)
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether the file was deleted, so that writes are lost; Windows does not allow that."""
-        return os.fstat(self._file.fileno()).st_nlink == 0
-
     def write(self, data: bytes) -> int:
         """Add to the piece that `flush` writes."""
         self._piece += data
@@ -189,8 +181,6 @@ class FileLogger(ABC):
         self.path = path
         self._continues = False
         self._file: Appended | None = None
-        self._config: Mapping[str, Any] | None = None
-        self._must_write_config = False
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -214,7 +204,6 @@ class FileLogger(ABC):
         Raises:
             NotAFileError: This file, or the logger's own, is there and is not drivetrain's.
         """
-        self._config = config
         self._is_there()
         write_config(self.path.parent, config)
 
@@ -225,22 +214,11 @@ class FileLogger(ABC):
             self._file = None
 
     def _open(self) -> Appended:
-        """Return the open file; make it again if it was deleted, with ``config.json`` if that is gone too."""
-        if self._file is not None and not self._file.is_gone:
-            return self._file
-        if self._file is not None:
-            _LOG.warning(f"{self.path} was deleted during the run; it is begun again")
-            self._must_write_config = True
-        self.close()
-        if self._must_write_config and self._config is not None:
-            if not (self.path.parent / "config.json").exists():
-                write_config(self.path.parent, self._config)
-            self._must_write_config = False
-        if not self._continues:
-            if self._is_there():
+        if self._file is None:
+            if not self._continues and self._is_there():
                 set_aside(self.path)
             self._continues = True
-        self._file = Appended(self.path)
+            self._file = Appended(self.path)
         return self._file
 
     def _is_there(self) -> bool:

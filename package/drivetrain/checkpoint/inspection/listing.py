@@ -32,9 +32,6 @@ from drivetrain.core.errors import CheckpointError
 Condition: TypeAlias = Literal["committed", "damaged", "unreadable", "gone", "set aside", "unfinished"]
 """The state of a checkpoint without reading its tensors; a "committed" one may be damaged."""
 
-_TRIES = 5
-"""The most attempts to list a directory that a run keeps changing."""
-
 
 @dataclass(frozen=True, slots=True)
 class Listed:
@@ -102,14 +99,7 @@ def list_checkpoints(path: str | os.PathLike[str]) -> Listing:
             raise CheckpointError(f"{path!r} {what}. Give a run directory, or one of checkpoints")
         inner = files.join(path, CHECKPOINTS)
         directory = inner if files.entries(inner) else path
-    index = read_undamaged_index(directory, files)
-    for _ in range(_TRIES):
-        listing = _scan(files, directory, *index)
-        now = read_undamaged_index(directory, files)
-        if now == index:
-            return listing
-        index = now
-    return _scan(files, directory, *index)
+    return _scan(files, directory, *read_undamaged_index(directory, files))
 
 
 def _scan(files: FileSystem, directory: str, index: Sequence[Entry], trouble: str) -> Listing:

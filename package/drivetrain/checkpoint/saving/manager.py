@@ -21,7 +21,7 @@ from drivetrain.checkpoint.saving.index import (
 )
 from drivetrain.checkpoint.saving.io import CheckpointIO, DirectoryCheckpointIO
 from drivetrain.checkpoint.saving.lock import DirectoryLock
-from drivetrain.checkpoint.saving.recovery import load_together, recover, removed, set_aside
+from drivetrain.checkpoint.saving.recovery import load_together, recover, set_aside
 from drivetrain.checkpoint.saving.sharding import Like, plan_save
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
@@ -196,10 +196,7 @@ class CheckpointManager:
             ConfigError: A metric that ranks is missing; lists the others.
         """
         self._open()
-        policies = self._rankings(by)
-        among = _among(policies, metrics)
-        if policies:
-            self._forget_removed()
+        among = _among(self._rankings(by), metrics)
         entry = Entry("", 0, 0, 0, dict(metrics), (), among)
         return bool(retain([*self._entries, entry], self.policies)[0][-1].best)
 
@@ -241,7 +238,6 @@ class CheckpointManager:
         self._open()
         if self._lock is not None:
             self.ranks.first(self._lock.confirm)
-        self._forget_removed()
         # The pruning, which ranks it with the others, decides whether it is good enough.
         among = _among(self._rankings_for(best), metrics)
         known = {
@@ -372,27 +368,6 @@ class CheckpointManager:
             return self.files.kind(self._path(entry.name)) is None
         except OSError:
             return False
-
-    def _forget_removed(self) -> None:
-        """Drop entries of checkpoints that someone has removed, with one warning."""
-        if not self._entries or self._in_flight is not None:
-            return
-
-        def missing() -> list[str]:
-            try:
-                there = self.files.entries(self.directory)
-                if not there:  # raises if the directory cannot be read now, which says nothing of them
-                    self.files.kind(self.directory)
-            except OSError:
-                return []
-            return [each.name for each in self._entries if each.name not in there]
-
-        gone = self.ranks.first(missing)
-        if not gone:
-            return
-        if self.ranks.rank == 0:
-            _LOG.warning(removed(self.directory, gone, self._entries, self.policies))
-        self._entries = [each for each in self._entries if each.name not in gone]
 
     def _settle(self, job: _PendingSave) -> None:
         self._entries = job.there

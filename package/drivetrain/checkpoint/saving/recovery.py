@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from drivetrain.checkpoint.format.manifest import MANIFEST, Snapshot
-from drivetrain.checkpoint.saving.config import CheckpointConfig
 from drivetrain.checkpoint.saving.index import (
     INDEX,
     Entry,
-    best_by_metric,
     read_index,
     write_index,
 )
@@ -115,19 +112,6 @@ def set_aside(path: str, error: DamagedCheckpointError, files: FileSystem) -> tu
             f"the checkpoint {path!r} is damaged and skipped: {error}. It could not be renamed: {failure}"
         )
     return True, f"the checkpoint {path!r} is damaged and was set aside as {aside!r}: {error}"
-
-
-def removed(
-    directory: str, gone: Collection[str], entries: Sequence[Entry], policies: Sequence[CheckpointConfig]
-) -> str:
-    """Return a warning for checkpoints that someone has removed during the run."""
-    best = {each.name for ranked in best_by_metric(entries, policies).values() for each in ranked[:1]}
-    named = ", ".join(f"{each} (the best)" if each in best else each for each in gone)
-    left = ", ".join(each.name for each in entries if each.name not in gone)
-    return (
-        f"checkpoints of this run are missing from {directory!r}, and the run has not removed them:"
-        f" {named}. Still there: {left or 'none'}. The run continues, and saves as if they had never existed"
-    )
 
 
 def _lost(path: str, files: FileSystem) -> str:

@@ -205,11 +205,6 @@ class TensorBoardLogger:
         self._write(step=step, graph_def=graph)
 
     def _write(self, **event: Any) -> None:
-        if self._file is not None and self._file.is_gone:
-            _LOG.warning(f"{self._path} was deleted during the run; another is begun")
-            self._close_file()
-            self._path, self._written_config = None, ""
-            self._write_config()
         if self._hidden is not None:
             self._hide()
         if self._given is not None:
