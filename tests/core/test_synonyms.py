@@ -1,7 +1,5 @@
 """Other libraries' names are never accepted, and answered with ours; one table has them all."""
 
-import ast
-import importlib.util
 import inspect
 import re
 import tomllib
@@ -95,77 +93,6 @@ def test_the_page_from_other_libraries_gives_the_answers_of_the_table() -> None:
                 wrong += [] if any(each in here for each in words) else [f"{name}: {ours} / {here}"]
     assert not wrong
     assert checked > 50
-
-
-# The installed packages, read as text: to import Lightning or transformers takes ten seconds and more.
-
-
-def classes(package: str, *path: str) -> dict[str, ast.ClassDef]:
-    return {each.name: each for each in ast.walk(source(package, *path)) if isinstance(each, ast.ClassDef)}
-
-
-def source(package: str, *path: str) -> ast.Module:
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
-        pytest.skip(f"{package} is not installed")
-    return ast.parse(Path(found.submodule_search_locations[0], *path).read_text(encoding="utf-8"))
-
-
-def fields(kind: ast.ClassDef) -> set[str]:
-    found = (each.target for each in kind.body if isinstance(each, ast.AnnAssign))
-    return {each.id for each in found if isinstance(each, ast.Name) and not each.id.startswith("_")}
-
-
-def members(kind: ast.ClassDef) -> set[str]:
-    methods = {each.name for each in kind.body if isinstance(each, ast.FunctionDef)}
-    return fields(kind) | {name for name in methods if not name.startswith("_")}
-
-
-def arguments(kind: ast.ClassDef, method: str = "__init__") -> set[str]:
-    found = next(each for each in kind.body if isinstance(each, ast.FunctionDef) and each.name == method)
-    return {each.arg for each in (*found.args.args, *found.args.kwonlyargs)} - {"self"}
-
-
-def without_row(names: set[str], *kinds: str) -> set[str]:
-    return {name for name in names if not any(row(name, kind) for kind in kinds)}
-
-
-def test_lightnings_names_arguments_and_members_have_rows() -> None:
-    for package, *inner in (("lightning", "pytorch"), ("pytorch_lightning",)):
-        for folder in ((), ("callbacks",), ("loggers",), ("profilers",), ("strategies",), ("plugins",)):
-            text = ast.unparse(source(package, *inner, *folder, "__init__.py"))
-            exported = ast.literal_eval(text.partition("__all__ = ")[2].partition("]")[0] + "]")
-            assert not without_row(set(exported), "name"), folder
-    trainer = classes("lightning", "pytorch", "trainer", "trainer.py")["Trainer"]
-    given = set[str]().union(*(arguments(trainer, each) for each in ("__init__", "fit", "test", "predict")))
-    for module, name in (("model_checkpoint", "ModelCheckpoint"), ("early_stopping", "EarlyStopping")):
-        given |= arguments(classes("lightning", "pytorch", "callbacks", f"{module}.py")[name])
-    assert not without_row(given, "argument")
-    found = dict[str, ast.ClassDef]()
-    modules = "core/module core/hooks core/datamodule core/mixins/hparams_mixin callbacks/callback"
-    for module in modules.split():
-        found |= classes("lightning", "pytorch", f"{module}.py")
-    assert {"LightningModule", "ModelHooks", "DataHooks", "LightningDataModule", "Callback"} <= found.keys()
-    theirs = set[str]().union(*map(members, found.values())) - {"forward", "load_state_dict", "state_dict"}
-    assert len(theirs) > 90
-    assert not without_row(theirs, "hook", "common hook", "attribute", "method")
-
-
-def test_the_installed_transformers_has_no_name_without_an_answer() -> None:
-    options = set[str]()
-    for module in ("training_args", "training_args_seq2seq"):
-        for name, kind in classes("transformers", f"{module}.py").items():
-            options |= fields(kind) if name.endswith("TrainingArguments") else set()
-    assert len(options) > 100
-    assert options <= {*ARGUMENTS}
-    trainer = classes("transformers", "trainer.py")["Trainer"]
-    assert arguments(trainer) <= {*CONSTRUCTOR}
-    generating = classes("transformers", "trainer_seq2seq.py")["Seq2SeqTrainer"]
-    assert members(trainer) | members(generating) <= {*MEMBERS, "predict"}
-    found = classes("transformers", "trainer_callback.py")
-    assert members(found["TrainerCallback"]) - {*HOOKS} <= {*EVENTS}
-    state = members(found["TrainerState"]) | members(found["TrainerControl"])
-    assert state - {"compute_steps", "init_training_references", "state"} <= {*STATE}
 
 
 def test_all_of_transformers_names_are_answered_with_ours() -> None:

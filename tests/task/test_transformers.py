@@ -1,7 +1,6 @@
 """Models of Hugging Face, which compute their own loss, as tasks: predictions, metrics and weights."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from drivetrain import OptimizerConfig, TaskModule
-from drivetrain.checkpoint.prediction_files import read_predictions
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()  # whose thread would stay
@@ -53,19 +51,6 @@ def batches(count: int = 8, size: int = 4) -> DataLoader[Any]:
     draw = lambda high, *shape: torch.randint(high, shape, generator=generator)  # noqa: E731
     samples: Any = [{"input_ids": draw(99, 6), "labels": draw(3)} for _ in range(count)]
     return DataLoader(samples, batch_size=size)
-
-
-def test_predictions_are_the_models_own_outputs(tmp_path: Path) -> None:
-    task = Wrapped().eval()
-    with torch.no_grad():
-        right = [task(**batch) for batch in batches()]
-    files = quiet().predict(task, batches(), save_to=tmp_path)
-    for outputs in (quiet().predict(task, batches()), [read_predictions(file) for file in files]):
-        for one, other in zip(outputs, right, strict=True):
-            assert type(one) is type(other)
-            assert list(one) == list(other)
-            assert torch.equal(one.logits, other.logits)
-            assert torch.equal(one.loss, other.loss)
 
 
 def test_a_task_needs_no_loss_and_no_metric_inputs_of_its_own() -> None:
