@@ -7,7 +7,7 @@ are relative paths, with "/" between the parts on every system.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
@@ -49,22 +49,6 @@ def name_trouble(name: str) -> str:
     return ""
 
 
-def clash(names: Iterable[str]) -> str:
-    """Return why some relative paths cannot be stored together on every system, or ""."""
-    seen: dict[str, str] = {}
-    for name in names:
-        other = seen.setdefault(name.casefold(), name)
-        if other != name:
-            return f"{other!r} and {name!r} differ only in case"
-    for folded, name in seen.items():
-        parts = folded.split("/")
-        for end in range(1, len(parts)):
-            other = seen.get("/".join(parts[:end]), "")
-            if other:
-                return f"{other!r} is a file, and the folder of {name!r}"
-    return ""
-
-
 def dump_assets(records: Mapping[str, FileRecord]) -> Json:
     from drivetrain.checkpoint.format.records import dump_file
 
@@ -85,8 +69,6 @@ def load_assets(value: Json, what: str) -> dict[str, FileRecord]:
         records[name] = load_file(_LISTED, each, f"{what}: {name[:80]!r}")
         if records[name].content is not None:
             raise DamagedCheckpointError(f"{what}: {name[:80]!r} must be a file, and has its content here")
-    if trouble := clash(records):
-        raise DamagedCheckpointError(f"{what}: {trouble[:200]}")
     size = sum(each.bytes for each in records.values())
     if len(records) > MAX_ASSETS or size > MAX_ASSET_BYTES:
         raise DamagedCheckpointError(

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import nn
 
-from drivetrain.checkpoint.format.asset_files import MAX_ASSET_BYTES, MAX_ASSETS, clash, name_trouble
+from drivetrain.checkpoint.format.asset_files import MAX_ASSET_BYTES, MAX_ASSETS, name_trouble
 from drivetrain.checkpoint.storage.filesystem import os_errors
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.files import check_path
@@ -111,8 +111,6 @@ def make_assets(*given: tuple[str, Assets]) -> dict[str, bytes]:
                     )
                 _check_extent(made, files, here)
         files.update(made)
-    if trouble := clash(files):
-        raise ConfigError(f"the assets cannot be stored together: {trouble}")
     return dict(sorted(files.items()))
 
 

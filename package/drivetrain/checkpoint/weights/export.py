@@ -13,9 +13,8 @@ from torch import Tensor
 from drivetrain.checkpoint.format.manifest import MANIFEST
 from drivetrain.checkpoint.format.strict_json import dump_json
 from drivetrain.checkpoint.format.tensors import WRITER, file_layout, has_plain_bytes, tensor_chunks
-from drivetrain.checkpoint.saving.reading import Reader
 from drivetrain.checkpoint.storage.files import Bytes, delete_if_there, write_file
-from drivetrain.checkpoint.storage.filesystem import SAVING, DamagedCheckpointError, FileSystem, os_errors
+from drivetrain.checkpoint.storage.filesystem import SAVING, FileSystem, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.dtypes import floating_dtype
 from drivetrain.checkpoint.weights.files import MODEL, WeightFiles, divide, dump_index
@@ -169,10 +168,10 @@ class _Target:
         if self.files.kind(self.files.absolute(self.target)) == "directory":
             inside = self.files.join(self.target, MODEL)
             raise ConfigError(f"{self.target!r} is a directory; give a file, such as {inside!r}")
-        if self.files.kind(self._at(MANIFEST)) == "file" and self._is_checkpoint():
+        if self.files.kind(self._at(MANIFEST)) == "file":
             raise CheckpointError(
-                f"{self.target!r} is inside a checkpoint, whose files must not change. Choose another "
-                "directory"
+                f"{self.target!r} is beside a {MANIFEST}, as the files of a checkpoint are, which must not"
+                " change. Choose another directory"
             )
 
     def _check_own(self, name: str) -> None:
@@ -187,13 +186,6 @@ class _Target:
             f"{self.given(name)!r} is a file that drivetrain has not written, and stays as it is. Remove"
             " it, give another path, or overwrite=True"
         )
-
-    def _is_checkpoint(self) -> bool:
-        try:
-            Reader(self.files, self.directory)
-        except DamagedCheckpointError:  # other programs have files of that name too
-            return False
-        return True
 
     def _commit(self, contents: Mapping[str, Iterable[Bytes]], stale: list[str]) -> None:
         """Write the files, delete stale ones, and give the new ones their names, the last when all have."""
