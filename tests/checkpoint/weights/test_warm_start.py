@@ -84,8 +84,6 @@ def test_what_does_not_fit_is_listed_and_nothing_is_loaded() -> None:
         "there, float32 [3] here. strict=False loads those that fit"
     )
     assert unchanged(module, before)
-    with pytest.raises(CheckpointError, match=r"float32 \[3, 4\] here \(new tokens: add their rows"):
-        load_weights_into(module, {**filled(module, 2), "head.weight": torch.ones(2, 4)})
 
 
 def test_strict_false_loads_what_fits_and_reports_the_rest() -> None:

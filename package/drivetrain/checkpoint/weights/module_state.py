@@ -113,8 +113,7 @@ def _problems(
             continue
         mine, stored = own[name], given[name]
         if name not in buffers and not is_lazy(mine) and mine.shape != stored.shape:
-            shapes = f"{name!r} has shape {tuple(stored.shape)} there, {tuple(mine.shape)} here"
-            problems.append(shapes + hint_of_rows(tuple(stored.shape), tuple(mine.shape)))
+            problems.append(f"{name!r} has shape {tuple(stored.shape)} there, {tuple(mine.shape)} here")
         elif name not in buffers and mine.dtype != stored.dtype and not adopt_dtypes:
             problems.append(f"{name!r} is {stored.dtype} there, {mine.dtype} here (another precision?)")
     if given and own and not own.keys() & given.keys():
@@ -175,13 +174,6 @@ def _persistent_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         for key in owner._buffers
         if key not in owner._non_persistent_buffers_set
     }
-
-
-def hint_of_rows(there: tuple[int, ...], here: tuple[int, ...]) -> str:
-    """Return a hint in brackets for an embedding that has got rows for new tokens; "" for other shapes."""
-    if len(there) == len(here) == 2 and there[1] == here[1] and there[0] < here[0]:
-        return " (new tokens: add their rows after loading)"
-    return ""
 
 
 SHOWN = 10

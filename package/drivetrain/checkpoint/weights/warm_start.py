@@ -19,7 +19,6 @@ from drivetrain.checkpoint.weights.module_state import (
     clean_name,
     full_state,
     hint,
-    hint_of_rows,
     is_extra,
     put_state,
 )
@@ -204,10 +203,7 @@ def _problems(report: LoadReport, meant: Collection[str]) -> list[str]:
         meant: The expected names, from which the nearest is suggested for each unexpected one.
     """
     unexpected = [f"{name!r}{hint(name, meant)}" for name in report.unexpected[:_SHOWN]]
-    mismatched = [
-        f"{each.name!r}: {each}{hint_of_rows(each.stored_shape, each.shape)}"
-        for each in report.mismatched[:_SHOWN]
-    ]
+    mismatched = [f"{each.name!r}: {each}" for each in report.mismatched[:_SHOWN]]
     return [
         f"{count} {kind}: {', '.join(texts)}{', ...' if count > _SHOWN else ''}"
         for kind, count, texts in (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 import time
 from multiprocessing.process import BaseProcess
@@ -111,22 +110,14 @@ def _signal_name(number: int) -> str:
     except ValueError:
         name = str(number)
     advice = _ADVICE.get(name, "its message is on standard error")
-    return f"{name}: {advice}{_shared_memory() if name == 'SIGBUS' else ''}"
-
-
-def _shared_memory() -> str:
-    try:
-        usage = shutil.disk_usage("/dev/shm")
-    except OSError:
-        return ""
-    return f". /dev/shm has {usage.free >> 20} of {usage.total >> 20} MiB free now"
+    return f"{name}: {advice}"
 
 
 def lacks_shared_memory(error: BaseException) -> str | None:
     """Return advice if shared memory had no room for a worker's batch; None for other errors."""
     text = str(error)
     if "shared memory" in text and ("No space left" in text or "Cannot allocate" in text):
-        return f"{_ADVICE['SIGBUS']}{_shared_memory()}"
+        return _ADVICE["SIGBUS"]
     return None
 
 
