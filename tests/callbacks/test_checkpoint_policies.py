@@ -1,8 +1,6 @@
 """Several policies of checkpoints in one run: what each keeps, and that one save serves them all."""
 
 import dataclasses
-import multiprocessing
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from torch import Tensor
 
 from drivetrain import CheckpointConfig, ConfigError, Trainer
 from drivetrain.checkpoint import CheckpointManager, DirectoryCheckpointIO
-from drivetrain.checkpoint.saving import io
 from drivetrain.checkpoint.saving.index import read_index
 
 LOSS, ACCURACY = "validation/loss", "validation/accuracy"
@@ -96,39 +93,6 @@ def assert_same(one: Path, other: Path) -> None:
     task.load_weights(one)
     straight.load_weights(other)
     assert weights(task) == weights(straight)
-
-
-def fit_and_die(run_dir: Path, policies: Any, moment: str, name: str) -> None:
-    """Fit in a process that ends at once when it is about to commit or to remove a checkpoint."""
-
-    def deadly(act: Any) -> Any:
-        def wrapped(*arguments: Any) -> Any:
-            if name in str([getattr(each, "final", each) for each in arguments]):
-                os._exit(9)
-            return act(*arguments)
-
-        return wrapped
-
-    def work() -> None:
-        owner, attribute = (io, "_commit") if moment == "commit" else (DirectoryCheckpointIO, "remove")
-        setattr(owner, attribute, deadly(getattr(owner, attribute)))
-        fit(run_dir, policies, resume="auto")
-
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join()
-    assert process.exitcode == 9
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_resume_of_a_process_that_died_in_a_save(asynchronous: bool, tmp_path: Path) -> None:
-    policies = [dataclasses.replace(each, asynchronous=asynchronous) for each in ALL]
-    fit(tmp_path / "straight", policies)
-    # Step 10 is for three policies at once; 5 is the best by the loss until then.
-    for moment, name in (("commit", "00000010"), ("remove", "00000005"), ("commit", "00000027")):
-        fit_and_die(tmp_path / "parts", policies, moment, name)
-    fit(tmp_path / "parts", policies, resume="auto")
-    assert_same(tmp_path / "parts", tmp_path / "straight")
 
 
 def test_resume_under_other_policies(tmp_path: Path) -> None:

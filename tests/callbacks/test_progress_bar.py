@@ -187,14 +187,6 @@ def test_a_notebook_has_one_output_that_ends_with_the_last_values_or_the_reason(
         assert re.fullmatch("epoch 1/2 . step 4/8 . train/loss .* . validation/loss 0.5 . .*/<b> 0.25", line)
 
 
-def test_a_notebook_keeps_the_bar_of_a_test_and_the_last_of_many_epochs(drive, outputs):
-    run = drive(ProgressBar(), epochs=14, steps_per_epoch=1, log_every=1)
-    run.fit()
-    assert outputs()[-1]["text/html"].count("<tr>") == 11
-    run.trainer.test(run.task, run.train_data)
-    assert '<span>test</span><span><progress value="1" max="1"' in outputs()[-1]["text/html"]
-
-
 def test_a_bar_is_drawn_only_now_and_then_and_starts_no_thread(drive, monkeypatch):
     ticks = iter(range(10**6))
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(ticks) * 0.01))

@@ -1,12 +1,11 @@
 """Whatever fails at whatever operation, nothing wrong is loaded and nothing that was saved is lost."""
 
-import contextlib
 import random
 
 import pytest
 import torch
 from tests.campaigns.checkpoints import run_campaign
-from tests.campaigns.life import Life, content, differences
+from tests.campaigns.life import content, differences
 from tests.campaigns.processes import run_shards
 from tests.support.fault_kinds import OPERATIONS, Fault
 from tests.support.faults import FaultyFileSystem, read_bytes
@@ -127,15 +126,3 @@ def test_what_the_medium_has_lost_is_set_aside_with_the_reason(two, file, kind, 
     assert path == "/run/step-00000001"
     assert differences(snapshot) is None
     assert sorted(two.entries("/run")) == ["index.json", "step-00000001", "step-00000002.bad"]
-
-
-def test_a_disk_whose_syncs_do_nothing_would_be_noticed(monkeypatch):
-    monkeypatch.setattr(MemoryDisk, "sync", lambda self, directory: None)
-    complaints = []
-    for seed in range(60):
-        disk, life = MemoryDisk(), Life("/run")
-        life.live(FaultyFileSystem(disk, Fault(1 + seed, "power cut", seed), root="/run"))
-        with contextlib.suppress(AssertionError, CheckpointError):
-            life.end(disk)
-        complaints += life.complaints
-    assert any("is lost without a cause" in text for text in complaints)

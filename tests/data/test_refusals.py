@@ -249,11 +249,6 @@ OTHER: dict[str, tuple[Any, Any, str]] = {
         DataLoader(WHOLE, 4, True),
         "had 20 samples.*are 24.*Give it the 20",
     ),
-    "longer, with a sampler": (
-        DataLoader(WHOLE[:20], 4, sampler=Backwards(WHOLE[:20])),
-        DataLoader(WHOLE, 4, sampler=Backwards(WHOLE)),
-        "had 20 samples.*are 24",
-    ),
     "a list": (
         DataLoader(WHOLE, 4),
         LIST,
@@ -275,11 +270,6 @@ OTHER: dict[str, tuple[Any, Any, str]] = {
         DataLoader(Numbers(24), 4),
         DataLoader(Numbers(24), 6),
         "batch_size was 4 and is 6",
-    ),
-    "with workers": (
-        DataLoader(Numbers(24), 4),
-        DataLoader(Numbers(24), 4, num_workers=2),
-        "workers was 0 and is 2",
     ),
     "another shuffle buffer": (shuffled(Stateful(24), 8), shuffled(Stateful(24), 6), "buffer=8.*buffer=6"),
     "rows of another length": (

@@ -6,10 +6,9 @@ import torch
 import xxhash
 from tests.checkpoint.hostile.cases import case, checkpoint_of, enter, replace, resume, rewrite
 from tests.support.held import in_files
-from tests.support.tasks import Regression, pairs, quiet
-from torchmetrics import MeanMetric
+from tests.support.tasks import Regression
 
-from drivetrain import CheckpointConfig, EarlyStopping, Engine, OptimizerConfig
+from drivetrain import Engine
 from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, pack
 from drivetrain.task.optim.state import load_state_by_name, state_by_name
 
@@ -158,41 +157,6 @@ def with_progress(change):
 PROGRESS = [{}, {"steps": "many"}, {"steps": -1}, {"steps": True}, {"epoch": 1.5}, {"tokens": None}]
 for number, change in enumerate([*PROGRESS, {"code": "import os"}]):
     enter(f"a_run_with_another_progress_{number}", with_progress(change))
-
-
-class Measured(Regression):  # with a declared metric, momentum, and so with a state in each of them
-    def metrics(self):
-        return {"error": MeanMetric()}
-
-    def metric_inputs(self, outputs, batch):
-        return ((outputs - batch[1]).abs().mean(),)
-
-    def configure_optimizers(self):
-        return OptimizerConfig("adamw", lr=0.1)
-
-
-def with_a_richer_run(place, value):
-    def make(d):
-        def fit(epochs, name, resume=None):
-            stopping = EarlyStopping("validation/loss", patience=9)
-            config = CheckpointConfig(by=None, best=0)
-            trainer = quiet(max_epochs=epochs, checkpoint=config, callbacks=(stopping,), run_dir=d / name)
-            trainer.fit(Measured(), pairs(), pairs(4, seed=1), resume=resume)
-
-        fit(1, "rich")
-        checkpoint = d / "rich" / "checkpoints" / "step-00000005"
-        change_state(checkpoint, place, value)
-        return lambda: fit(2, "other", str(checkpoint))
-
-    return make
-
-
-STOPPING = [3, {"best": "x", "without_improvement": 0}, {"best": None, "without_improvement": []}, {}]
-for number, value in enumerate([3, {"error": 3}, {"stranger": {}}]):
-    enter(f"a_richer_run_with_another_train_metrics_{number}", with_a_richer_run(("train_metrics",), value))
-for number, value in enumerate(STOPPING):
-    richer = with_a_richer_run(("callbacks", "EarlyStopping"), value)
-    enter(f"a_richer_run_with_another_early_stopping_{number}", richer)
 
 
 def with_hparams(value):
