@@ -318,13 +318,13 @@ def test_a_plan_for_two_ranks_has_what_each_holds(monkeypatch):
 
 def test_a_plan_has_what_the_processes_of_a_machine_hold_in_its_memory():
     settings = {"strategy": FSDPConfig(cpu_offload=True), "devices": 2, "max_epochs": 1}
-    checkpoint = CheckpointConfig(every="1 epoch", asynchronous=True)
     loader = DataLoader([torch.randn(16)] * 8, batch_size=4, num_workers=2)
-    found = quiet(**settings, checkpoint=checkpoint).plan(wide(), loader)
-    assert found.offloaded == ("parameters", "gradients", "optimizer")
-    offloaded = sum(found.memory[each] for each in found.offloaded)
-    copied = found.memory["parameters"] + found.memory["optimizer"]
-    assert found.host_memory == 2 * (offloaded + copied + 2 * 2 * 4 * 16 * 4)
+    for checkpoint in ("async", CheckpointConfig(every="1 epoch", asynchronous=True)):
+        found = quiet(**settings, checkpoint=checkpoint).plan(wide(), loader)
+        assert found.offloaded == ("parameters", "gradients", "optimizer")
+        offloaded = sum(found.memory[each] for each in found.offloaded)
+        copied = found.memory["parameters"] + found.memory["optimizer"]
+        assert found.host_memory == 2 * (offloaded + copied + 2 * 2 * 4 * 16 * 4)
 
 
 def test_a_plan_raises_what_the_strategy_of_a_fit_refuses():
@@ -510,6 +510,9 @@ def test_tokens_count_where_the_task_does_and_a_step_that_needs_values_has_no_ac
     found = plan(task=Tokens(), max_epochs=2, gradient_accumulation_steps=2)
     assert (found.tokens_per_step, found.tokens) == (8, 8 * 6)
     assert "8 per step, 48 in all" in str(found)
+    found = plan(task=Tokens(), max_tokens=30)
+    assert (found.steps, found.tokens, found.hours(steps_per_second=2)) == (None, 30, 4 / 3600)
+    assert found.hours(tokens_per_second=10) == 3 / 3600
     task = Tokens()
     plan(task=task, max_epochs=2)
     assert task.kept == []  # what the forward keeps is the copy's

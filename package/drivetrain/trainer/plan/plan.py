@@ -155,7 +155,10 @@ class Plan:
         Raises:
             ConfigError: Not one rate, or one that is not above 0.
         """
-        works = (self.steps, self.tokens, None if self.flops is None else self.flops * (self.steps or 0))
+        steps = self.steps
+        if steps is None and self.tokens and self.tokens_per_step:  # `max_tokens` is the run's limit
+            steps = -(-self.tokens // self.tokens_per_step)
+        works = (steps, self.tokens, None if self.flops is None else self.flops * (steps or 0))
         rates = (steps_per_second, tokens_per_second, flops_per_second)
         given = [(work, rate) for work, rate in zip(works, rates, strict=True) if rate is not None]
         if len(given) != 1 or given[0][1] <= 0:
@@ -163,7 +166,7 @@ class Plan:
                 "hours takes one rate above 0: steps_per_second, tokens_per_second or flops_per_second"
             )
         ((work, rate),) = given
-        return None if work is None or self.steps is None else work / rate / 3600
+        return None if work is None or steps is None else work / rate / 3600
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields by name, with lists in place of tuples."""
@@ -346,7 +349,8 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             host_memory=process.host_memory,
             checkpoint=checkpoint_size(settings, task, built) if settings.checkpoint else None,
             tokens_per_step=process.tokens,
-            tokens=None if process.tokens is None or length.steps is None else process.tokens * length.steps,
+            tokens=process.tokens
+            and (length.max_tokens if length.steps is None else process.tokens * length.steps),
         )
         conflicts = (
             *length_conflicts(settings, epoch, length),
@@ -433,7 +437,8 @@ class _Process:
     def _on_host(self, settings: RunSettings) -> int:
         """Return what one process offloads, and copies to the host's memory when it saves."""
         saved = [self.memory[each] or 0 for each in ("parameters", "optimizer")]
-        copies = any(each.asynchronous for each in chosen_policies(settings.checkpoint))
+        chosen = chosen_policies(settings.checkpoint)
+        copies = settings.checkpoint == "async" or any(each.asynchronous for each in chosen)
         return sum(self.memory[each] or 0 for each in self.offloaded) + sum(saved) * copies
 
     def _known(self) -> int:
