@@ -196,19 +196,19 @@ class _Attempts:
                 return max(code, 1)
             self._left -= 1
             self._last_end = time.monotonic()
-            what = f"rank {failure.get('rank')} {ending(int(failure.get('code', code)))}"
-            say(f"{what}; all are started again ({self._left} more allowed)")
+            rank = failure.get("rank", -1)  # -1 is torchrun, as when its rendezvous is lost
+            who = f"rank {rank}" if rank >= 0 else "torchrun"
+            ended = ending(int(failure.get("code", code)))
+            say(f"{who} {ended}; all are started again ({self._left} more allowed)")
 
     def _attempt(self, words: Sequence[str]) -> tuple[int, Mapping[str, Any]]:
         """Make one attempt; return its exit code and its first failure."""
         if self._log_dir is None:
             logs = Path(tempfile.mkdtemp(prefix="drivetrain-launch-"))
         else:
-            logs = Path(
-                self._log_dir,
-                f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}-{self._restarts - self._left}",
-            )
-            logs.mkdir(parents=True)
+            Path(self._log_dir).mkdir(parents=True, exist_ok=True)
+            name = f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}-{self._restarts - self._left}-"
+            logs = Path(tempfile.mkdtemp(prefix=name, dir=self._log_dir))
             words = ["--redirects", "3", "--tee", "0:3", *words]
         environment = {**os.environ, **self._variables, LAUNCHER: parent_mark()}
         if self._restarts:

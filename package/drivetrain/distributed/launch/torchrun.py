@@ -102,10 +102,9 @@ def _wait(thread: threading.Thread, arguments: Any, machines: Machines) -> dict[
             # Numbered machines say themselves which one is missing.
             is_elastic = arguments.rdzv_backend == "drivetrain-elastic"
             if is_elastic and not children_of(os.getpid()):
-                say(
-                    f"waiting for {time.monotonic() - begun:.0f} s for {arguments.nnodes} machines to connect"
-                    f" to {arguments.rdzv_endpoint}"
-                )
+                them = f"{arguments.nnodes.replace(':', ' to ')} machines"
+                waits = f"waiting for {time.monotonic() - begun:.0f} s for {them}"
+                say(f"{waits} to connect to {arguments.rdzv_endpoint}")
     return None
 
 
