@@ -23,6 +23,7 @@ def test_intervals_and_stages_that_are_refused() -> None:
     intervals: dict[Any, tuple[str, ...]] = {
         **dict.fromkeys(["", "_ steps", "1__0 steps", "-3 steps", None, True], ("not an interval",)),
         "3 epocs": ("unknown unit 'epocs' in the interval '3 epocs'", "Did you mean 'epochs'?"),
+        "1T": ("unknown unit 'T'", "come before a unit, as in '10M tokens'"),
         "5 min": ("Did you mean 'minutes'",),
         **dict.fromkeys([0, "0 epochs", math.nan, "1e999 steps", timedelta(0)], ("must be positive",)),
         2.5: ("not a whole number of steps",),

@@ -109,6 +109,7 @@ def _unit(name: str, spec: object) -> str:
         if unit in (each, each[:-1]):
             return each
     hint = "Intervals count optimizer steps, not batches. " if unit.startswith(("batch", "iter")) else ""
+    hint = "K, M, B and T come before a unit, as in '10M tokens'. " if unit in _MULTIPLES else hint
     raise ConfigError(f"unknown unit {name!r} in the interval {spec!r}. {hint}{nearest(unit, units)}")
 
 
