@@ -196,9 +196,14 @@ def test_refusals_of_cross_entropy() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return 2 * super().forward(input)
 
+    patched, restored = nn.Linear(WIDTH, WORDS), nn.Linear(WIDTH, WORDS)
+    patched.forward = lambda input: 2 * nn.Linear.forward(patched, input)  # type: ignore[method-assign]
+    restored.forward = restored.forward  # type: ignore[method-assign]
+    given(restored)()
     cases: dict[str, tuple[Any, ...]] = {
         "a second derivative": (lambda: given()().backward(create_graph=True), "second derivative"),
         "a forward of its own": (given(Doubled(WIDTH, WORDS)), "Doubled", "forward of its own"),
+        "a replaced forward": (given(patched), "Linear has a forward of its own"),
         "chunk": (given(chunk=0), "chunk=", "at least 1, not 0"),
         "z_loss": (given(z_loss=-1.0), "z_loss=", "at least 0"),
         "soft_cap": (given(soft_cap=0.0), "soft_cap=", "above 0"),

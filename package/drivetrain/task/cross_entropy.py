@@ -9,6 +9,8 @@ in the forward, while its logits are there. Backward then needs neither the logi
 
 from __future__ import annotations
 
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +67,7 @@ def cross_entropy(
             "cross_entropy(head=...) must be an nn.Linear or an nn.Embedding, whose weight it reads, not a"
             f" {type(head).__module__}.{type(head).__qualname__}"
         )
-    if isinstance(head, nn.Linear) and type(head).forward is not nn.Linear.forward:
+    if isinstance(head, nn.Linear) and (_is_other(type(head).forward) or _is_other(vars(head).get("forward"))):
         raise ConfigError(
             f"cross_entropy(head=...) reads the head's weight and does not call its forward, and a"
             f" {type(head).__module__}.{type(head).__qualname__} has a forward of its own. Leave the head out"
@@ -95,6 +97,12 @@ def cross_entropy(
     if sharded is not None:
         sharded.reshard()
     return loss
+
+
+def _is_other(forward: Any) -> bool:
+    """Return whether a function is not the forward of a linear layer; our compiled ones are no functions."""
+    is_function = isinstance(forward, (FunctionType, MethodType, partial))
+    return is_function and getattr(forward, "__func__", forward) is not nn.Linear.forward
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> None:
