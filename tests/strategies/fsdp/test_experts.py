@@ -35,7 +35,8 @@ class Experts(nn.Module):
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         parts = zip(tokens.split(counts.tolist()), self.wide, self.narrow, strict=True)
-        return torch.cat([F.linear(F.linear(x, wide).relu(), narrow) for x, wide, narrow in parts])
+        made = [F.linear(F.linear(x, wide).relu(), narrow) for x, wide, narrow in parts if len(x)]
+        return torch.cat([tokens.new_empty(0, tokens.shape[1]), *made])
 
 
 class Grouped(Experts):
@@ -45,13 +46,13 @@ class Grouped(Experts):
 
 
 class Layer(nn.Module):
-    def __init__(self, experts: nn.Module, number: int, width: int = 8) -> None:
+    def __init__(self, experts: nn.Module, number: int, width: int = 8, used: int | None = None) -> None:
         super().__init__()
-        self.router, self.experts = nn.Linear(width, number, bias=False), experts
+        self.router, self.experts, self.used = nn.Linear(width, number, bias=False), experts, used
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
-        shares, numbers = self.router(tokens).softmax(-1).topk(2, dim=-1)
+        shares, numbers = self.router(tokens)[:, : self.used].softmax(-1).topk(2, dim=-1)
         order = numbers.flatten().argsort(stable=True)
         counts = numbers.flatten().bincount(minlength=self.router.out_features)
         made = self.experts(tokens[order // 2], counts) * shares.flatten()[order, None]
@@ -64,7 +65,8 @@ class Sparse(TaskModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             self.embedding = nn.Embedding(VOCABULARY, 8)
-            self.layers = nn.Sequential(*(Layer(kind(number), number) for _ in range(2)))
+            # The second layer uses half of the experts, so some of the ranks have no tokens there.
+            self.layers = nn.Sequential(*(Layer(kind(number), number, used=each) for each in (None, 2)))
             self.head = nn.Linear(8, VOCABULARY)
 
     def training_step(self, batch: Any) -> Tensor:
@@ -175,11 +177,17 @@ def test_refusals_of_experts() -> None:
         strategy = FSDP(FSDPConfig(expert_parallel=True, activation_checkpointing=again), world_size=2)
         return lambda: strategy.prepare(StepModule(task), lambda _: {}, as_precision("32"))
 
+    def with_buffer(number: int) -> nn.Module:
+        experts = Experts(number)
+        experts.register_buffer("scale", torch.ones(number))
+        return experts
+
     def on_rank() -> None:
         linear = Sparse(lambda number: nn.Sequential(nn.Linear(8, number)))
         cases: dict[str, Any] = {
             "uneven": (of(Sparse(number=3)), "'layers.0.experts' (Experts)", "2 processes", "3 experts"),
             "submodules": (of(linear), "none in submodules", "0.weight"),
+            "buffers": (of(Sparse(with_buffer)), "no buffers", "and the buffers ['scale']"),
             "no experts": (of(Bare()), "no ExpertParallel()"),
             "recomputed": (of(Sparse(), ("Experts",)), "('Experts',) names a module of experts"),
         }

@@ -41,10 +41,12 @@ class ExpertParallel(ParallelStyle):
         size = device_mesh.size()
         shapes = {name: list(each.shape) for name, each in module.named_parameters()}
         experts = {shape[0] if shape else 0 for shape in shapes.values()}
-        if len(experts) != 1 or any("." in name for name in shapes):
+        buffers = [name for name, _ in module.named_buffers()]
+        if len(experts) != 1 or any("." in name for name in shapes) or buffers:
             raise NotImplementedError(
                 "ExpertParallel is for a module with parameters of its own, each of the shape (experts, ...),"
-                f" and none in submodules; this one has {shapes or 'none'}"
+                f" none in submodules, and no buffers; this one has {shapes or 'none'}"
+                f"{f' and the buffers {buffers}' if buffers else ''}"
             )
         (number,) = experts
         if number % size:
@@ -103,14 +105,15 @@ class _TokenExchange:
 
     def give_back(self, module: nn.Module, inputs: Any, output: Tensor | None) -> Tensor | None:
         """Return the rows of this process's tokens; forget the parts also if there was an error."""
-        for key, _ in module.named_parameters():
-            vars(module).pop(key, None)
+        parts = [vars(module).pop(key, None) for key, _ in module.named_parameters()]
         if output is None:
             return None
         if len(output) != len(self._order):
             raise StrategyError(
                 f"{type(module).__name__}.forward returned {len(output)} rows for {len(self._order)} tokens"
             )
+        if not len(output):  # the others wait for its backward, even if the forward has used nothing
+            output = output + sum(each.sum() for each in (inputs[0], *parts))
         return self._exchanged(output[self._order.argsort()], self._received, self._sent)
 
     def _part(self, parameter: Any) -> Tensor:
