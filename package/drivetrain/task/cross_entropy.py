@@ -67,7 +67,7 @@ def cross_entropy(
             "cross_entropy(head=...) must be an nn.Linear or an nn.Embedding, whose weight it reads, not a"
             f" {type(head).__module__}.{type(head).__qualname__}"
         )
-    if isinstance(head, nn.Linear) and (_is_other(type(head).forward) or _is_other(vars(head).get("forward"))):
+    if isinstance(head, nn.Linear) and any(map(_is_other, (type(head).forward, vars(head).get("forward")))):
         raise ConfigError(
             f"cross_entropy(head=...) reads the head's weight and does not call its forward, and a"
             f" {type(head).__module__}.{type(head).__qualname__} has a forward of its own. Leave the head out"

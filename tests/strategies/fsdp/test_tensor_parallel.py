@@ -295,12 +295,21 @@ def test_plan_refusals() -> None:
     tied.head.weight = tied.embedding.weight  # whose two uses are split in different dimensions
     uneven = Transformer(plan={"head": columns})
     uneven.head = nn.Linear(8, 5)
+    adapted, parts = (Transformer(plan={"head": columns}) for _ in range(2))
+
+    def step_of_parts() -> None:  # each rank has a loss of half of the logits
+        model: Any = of(parts)().model
+        model.use(parts.training_step)
+        model((torch.zeros(2, 6, dtype=torch.int64),))
 
     def on_rank() -> None:
+        nn.utils.parametrizations.weight_norm(adapted.head)
         cases: dict[str, Any] = {
             "module": (of(Transformer(plan={"blocks.0": columns})), "'blocks.0' (Block): Colwise"),
             "ignored": (of(Tokens(), ignored=("head",)), "'head.weight' is both in FSDPConfig(ignored"),
             "tied": (of(tied), "one parameter", "different ways"),
+            "adapted": (of(adapted), "'head' (ParametrizedLinear) has parameters in submodules"),
+            "parts": (step_of_parts, "different values of shape []", "output_layouts=Replicate()"),
             "uneven": (of(uneven), "=2 does not divide dimension 0 of 'head.weight'", "[5, 8]"),
         }
         assert_refused((ConfigError, StrategyError), cases)

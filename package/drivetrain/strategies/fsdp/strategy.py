@@ -39,7 +39,12 @@ from drivetrain.strategies.checks import check_dimensions, check_dtypes, check_g
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.fsdp.context_parallel import SCALARS_ONLY, ContextParallel, context_group
 from drivetrain.strategies.fsdp.memory import sharded_memory
-from drivetrain.strategies.fsdp.tensor_parallel import ParallelModule, TensorParallel, split_modules
+from drivetrain.strategies.fsdp.tensor_parallel import (
+    ParallelModule,
+    SameOutputs,
+    TensorParallel,
+    split_modules,
+)
 from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes, reshard
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.meta_device import (
@@ -266,6 +271,8 @@ class FSDP(Strategy):
         config, task, mesh = self.config, module.task, self._mesh()
         if self._context_group is not None:
             self._contexts.append(ContextParallel(module, self._context_group))
+        if config.tensor_parallel > 1:
+            module.register_forward_hook(SameOutputs(mesh["tensor"].get_group()))
         splitting = TensorParallel(plan, mesh)
         if plan:
             # It warns for every parameter on two meshes that gathering takes two collectives.

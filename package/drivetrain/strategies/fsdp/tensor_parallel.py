@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, distributed, nn
 
 from drivetrain.core.errors import ConfigError, StrategyError, nearest
+from drivetrain.data.batch import map_tensors
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.wrapping import Use, tie, uses_of_parameters
 from drivetrain.task.model_info import info_of
@@ -145,6 +147,11 @@ class TensorParallel:
             parallelize_module(each.module, mesh, each.style, src_data_rank=None)
         except NotImplementedError as error:
             raise StrategyError(f"{each.name!r} ({type(each.module).__name__}): {error}") from error
+        except KeyError as error:  # of torch, which sets a name with a dot
+            raise StrategyError(
+                f"{each.name!r} ({type(each.module).__name__}) has parameters in submodules, such as"
+                f" adapters, which {type(each.style).__name__} does not split"
+            ) from error
         size = mesh.size()
         for name, parameter in each.module.named_parameters(each.name):
             for placement in getattr(parameter, "placements", ()):
@@ -153,6 +160,38 @@ class TensorParallel:
                         f"tensor_parallel={size} does not divide dimension {placement.dim} of {name!r}, which"
                         f" has the shape {list(parameter.shape)}"
                     )
+
+
+class SameOutputs:
+    """A hook of a step module, which checks that processes that split modules return the same from a step.
+
+    It compares the first values of each tensor in the first training, validation, test and predict step.
+
+    Args:
+        group: The processes, which get the same data.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._seen = group, set[str]()
+
+    def __call__(self, module: Any, _: Any, output: Any) -> None:
+        kind = getattr(module.step, "__name__", "")
+        if kind not in self._seen:
+            self._seen.add(kind)
+            map_tensors(self._compare, output)
+
+    def _compare(self, tensor: Tensor) -> None:
+        if type(tensor) is not Tensor or not tensor.numel():  # a plan's have no values
+            return
+        first = tensor.detach().flatten()[:1000].float()
+        both = torch.stack([first, -first])
+        distributed.all_reduce(both, distributed.ReduceOp.MAX, group=self._group)
+        if (both.sum(0) > 1e-3 * both.amax()).any():
+            raise StrategyError(
+                "the processes that tensor_parallel gives the same batch have returned different values of"
+                f" shape {list(tensor.shape)} from a step, such as parts of the logits. Give the style of the"
+                " split head output_layouts=Replicate(), or RowwiseParallel() to the module after a split one"
+            )
 
 
 def _check_and_tie(uses: Sequence[Use]) -> None:
