@@ -18,6 +18,7 @@ from drivetrain import (
     FSDPConfig,
     LambdaCallback,
     OptimizerConfig,
+    StepOutput,
     StrategyError,
     TaskModule,
     Term,
@@ -71,7 +72,8 @@ class Writer(TaskModule):
             self.head = nn.Linear(16, 16, bias=False)
             self.head.weight = self.embedding.weight
         self.drawn: list[Tensor] = []
-        self.info = {"sequence_columns": COLUMNS, "attention_modules": ("blocks.*.attention",), **info}
+        twice = ("blocks.*.attention", "blocks.0.attention")  # one module by two patterns
+        self.info = {"sequence_columns": COLUMNS, "attention_modules": twice, **info}
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor) -> Tensor:
         self.drawn += [torch.rand(())] if self.training else []
@@ -92,8 +94,9 @@ class Writer(TaskModule):
     def tokens(self, batch: Mapping[str, Tensor]) -> int:
         return int(self.loss_weight(batch))
 
-    def configure_optimizers(self) -> OptimizerConfig:
-        return OptimizerConfig("sgd", lr=0.1, momentum=0.9)
+    def configure_optimizers(self) -> dict[str, OptimizerConfig]:
+        momentum = OptimizerConfig("sgd", lr=0.1, momentum=0.9, parameters="blocks.*")
+        return {"blocks": momentum, "others": OptimizerConfig("sgd", lr=0.2, parameters="embedding.*")}
 
     def model_info(self) -> ModelInfo:
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -236,6 +239,15 @@ def test_context_parallel_refusals() -> None:
             def loss_weight(self, batch: Any) -> Any:
                 return batch["attention_mask"].sum()
 
+        class Penalized(Writer):  # by a gradient
+            def loss(self, outputs: Any, batch: Any) -> Any:
+                slope = torch.autograd.grad(outputs.sum(), self.embedding.weight, create_graph=True)
+                slope[0].sum().backward()
+
+        class Steps(Writer):
+            def training_step(self, batch: Any) -> Any:
+                yield "blocks", self(**batch)
+
         def step(batch: Any = row, change: Any = None, run: Any = None, of: Any = Writer, **info: Any) -> Any:
             def made() -> None:
                 task = of(**info)
@@ -244,37 +256,53 @@ def test_context_parallel_refusals() -> None:
                 module = StepModule(task)
                 ContextParallel(module, group)
                 module.use(run or task.training_step)
-                module(batch)
+                module(*batch) if isinstance(batch, tuple) else module(batch)
 
             return made
 
         def flat(task: Any) -> None:
             task.blocks[1].attention.forward = lambda q, k, v, mask: v.flatten(2)
 
+        def summed(task: Any) -> None:
+            task._modules["loss"] = nn.MSELoss(reduction="sum")
+
         def wide(task: Any) -> None:
             for each in (task.blocks[0].query, task.blocks[0].key, task.blocks[0].value):
                 each.weight = nn.Parameter(torch.ones(12, 16))
+
+        def longer(task: Any) -> None:
+            given = [torch.ones(1, 2, 7, 4)] * 3  # such as a part with a token before it
+            task.blocks[0].register_forward_pre_hook(lambda block, _: block.attention(*given))
 
         def by_keyword(task: Any) -> None:
             task.blocks[0].register_forward_pre_hook(lambda block, _: block.attention(mask=None))
 
         odd = {**row, "targets": row["targets"][:, :11]}
         term = {"loss": torch.zeros(()), "balance": Term(torch.zeros(()), weight=1)}
+        shown = StepOutput(term["loss"], media={"picture": 1})
         cases: dict[str, Any] = {
             "nothing": (step(sequence_columns=()), "define Writer.model_info()", "attention_modules"),
+            "text": (step(sequence_columns="targets"), "sequence_columns=('tokens', ...)"),
+            "task": (step(of=nn.Identity), "needs a TaskModule", "Identity does not"),
+            "sum": (step(change=summed), "Writer.loss is a sum", "reduction='mean'"),
             "module": (step(attention_modules=("blocks.*.attn",)), "names 'blocks.*.attn'", "not a module"),
             "batch": (step([row]), "columns of a mapping", "a list"),
+            "own loop": (step((row, row)), "a tuple", "call the model with the batch alone"),
             "column": (step(sequence_columns=("labels",)), "'labels'", "The batch has 'input_ids'"),
             "length": (step(odd), "=2 does not divide the 11 positions of 'targets'", "here 12"),
             "heads": (step(change=wide), "the heads of 'blocks.0.attention'", "[1, 3, 6, 4]"),
             "keywords": (step(change=by_keyword), "its first three arguments", "not NoneType"),
+            "positions": (step(change=longer), "'blocks.0.attention'", "here they have 7", "this process 6"),
             "output": (step(change=flat), "'blocks.1.attention' must return", "[1, 2, 48]"),
             "shifted": (step(of=Shifts), "Shift labels where batches are made"),
             "unsplit": (step(of=Unsplit), "reads no column that is split", "Sum over the positions"),
             "outputs": (step(run=lambda batch: batch["targets"]), "part of a sequence", "shape (1, 6)"),
-            "term": (step(run=lambda batch: term), "cannot join the terms balance"),
+            "term": (step(run=lambda batch: term), "not terms or media: balance"),
+            "media": (step(run=lambda batch: shown), "not terms or media: picture"),
+            "generator": (step(of=Steps), "whose training_step returns a loss, which Steps does not"),
+            "penalty": (step(of=Penalized), "differentiate twice"),
         }
-        assert_refused(DrivetrainError, cases)
+        assert_refused((DrivetrainError, RuntimeError), cases)
         torch.distributed.destroy_process_group(group)
 
     on_two_ranks(on_rank)

@@ -7,12 +7,14 @@ process the whole sequence and a part of the heads; one after it does the revers
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 
 from drivetrain.core.errors import ConfigError, DataError, StrategyError
@@ -59,11 +61,13 @@ class ContextParallel:
     def __init__(self, module: StepModule, group: Group) -> None:
         task, info = module.task, info_of(module.task)
         self._kind = type(task).__name__
-        if not isinstance(task, TaskModule):
+        if not isinstance(task, TaskModule) or inspect.isgeneratorfunction(task.training_step):
             raise StrategyError(
-                f"context_parallel needs a TaskModule, whose steps return a loss, not a {self._kind}"
+                "context_parallel joins the parts of one loss: it needs a TaskModule whose training_step"
+                f" returns a loss, which {self._kind} does not have"
             )
-        if not info.sequence_columns or not info.attention_modules:
+        given = info.sequence_columns, info.attention_modules
+        if not all(given) or str in map(type, given):
             raise ConfigError(
                 f"context_parallel needs to know what to split: define {self._kind}.model_info(), which"
                 " returns ModelInfo(sequence_columns=('tokens', ...),"
@@ -73,7 +77,7 @@ class ContextParallel:
             raise ConfigError(
                 f"{self._kind}.loss is a sum, and context_parallel needs a mean: reduction='mean'"
             )
-        self._columns, self._group = info.sequence_columns, group
+        self._columns, self._lengths, self._group = info.sequence_columns, set[int](), group
         self._size, self._rank = group.size(), group.rank()
         self._weight = measure_of(task).weight
         self._weight_of_whole: float | None = math.nan if self._weight is None else None
@@ -81,12 +85,12 @@ class ContextParallel:
         self._zeros: list[Any] = []  # the hooks of the last backward
         modules = dict(task.named_modules())
         self._handles: list[Any] = [
-            module.register_forward_pre_hook(lambda _, given: self._split(*given)),
+            module.register_forward_pre_hook(lambda _, given: self._split(given)),
             module.register_forward_hook(lambda _, given, output: self._join(given[0], output)),
         ]
-        for pattern in info.attention_modules:
-            for name in modules_named(task, pattern, "ModelInfo(attention_modules=...)"):
-                self._add(name, modules[name])
+        named = [modules_named(task, each, "ModelInfo(attention_modules=...)") for each in given[1]]
+        for name in dict.fromkeys(name for names in named for name in names):
+            self._add(name, modules[name])
 
     def remove(self) -> None:
         for each in (*self._handles, *self._zeros):
@@ -121,22 +125,32 @@ class ContextParallel:
                 " must be query, key and value, [batch, heads, positions, size], each with a multiple of"
                 f" {self._size} heads, not {shown}"
             )
+        if given.shape[2] not in self._lengths:
+            raise StrategyError(
+                f"with context_parallel query, key and value of {name!r} must have the positions of a column"
+                f" that is divided, and no further ones; here they have {given.shape[2]}, and the columns of"
+                f" this process {', '.join(map(str, self._lengths))}"
+            )
         exchanged: Tensor = _Exchange.apply(given, 1, 2, self._group)  # type: ignore[no-untyped-call]
         return exchanged
 
-    def _split(self, batch: Any) -> tuple[dict[Any, Any]]:
+    def _split(self, given: Any) -> tuple[dict[Any, Any]]:
         """Return the batch with this process's part of each column that has the sequence."""
+        batch = given[0] if len(given) == 1 else given
         if not isinstance(batch, Mapping):
             raise DataError(
                 "context_parallel splits columns of a mapping, by the names in"
-                f" ModelInfo(sequence_columns=...); the batch is a {type(batch).__name__}"
+                f" ModelInfo(sequence_columns=...); the batch is a {type(batch).__name__}. In a loop of your"
+                " own call the model with the batch alone; its forward then returns the loss"
             )
         if self._weight is not None and self._weight_of_whole is None:
             self._weight_of_whole = _number(self._weight(batch))
         for each in self._zeros:
             each.remove()
         self._exchanges, self._zeros = [], []
-        return ({**batch, **{name: self._part(name, batch) for name in self._columns}},)
+        parts = {name: self._part(name, batch) for name in self._columns}
+        self._lengths = {each.shape[1] for each in parts.values()}
+        return ({**batch, **parts},)
 
     def _part(self, name: str, batch: Mapping[Any, Any]) -> Tensor:
         column = batch.get(name)
@@ -162,10 +176,10 @@ class ContextParallel:
         except ConfigError as error:
             raise StrategyError(f"{SCALARS_ONLY}; a step must return numbers: {error}") from error
         loss, names, values, _, media, terms = read
-        if terms:
-            raise StrategyError(f"context_parallel cannot join the terms {', '.join(terms)}: add them up")
+        if apart := terms or media:
+            raise StrategyError(f"context_parallel joins numbers, not terms or media: {', '.join(apart)}")
         if values is None:
-            return output
+            return None
         # Read, because a part without weight needs another backward; on an accelerator this waits for it.
         weight = 1.0 if self._weight is None else _number(self._weight(part))
         sums = torch.zeros(1 + len(names), dtype=wide_dtype(values.device), device=values.device)
@@ -182,7 +196,7 @@ class ContextParallel:
             # Times the number of parts, because the strategy averages over the processes.
             share = weight * self._size / sums[0]
             loss = _Joined.apply(loss, whole, share)  # type: ignore[no-untyped-call]
-        return StepOutput(loss, metrics=joined, media=media) if joined or media else loss
+        return StepOutput(loss, metrics=joined) if joined else loss
 
     def _check_weights(self, of_parts: float, samples: int) -> None:
         """Check the weights of the first batch: a loss that shifts labels itself loses some between parts."""
@@ -215,6 +229,7 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(given, divided, gathered, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchanged(gradients[0], *ctx.others), None, None, None
 

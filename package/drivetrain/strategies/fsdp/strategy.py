@@ -124,7 +124,7 @@ class FSDP(Strategy):
         )
         self.refusals = {"recomputation": recomputation, "compile": traced * self.config.expert_parallel}
         if parts > 1:
-            self.refusals = {**self.refusals, "outputs": SCALARS_ONLY, "generators": SCALARS_ONLY}
+            self.refusals = {**self.refusals, "outputs": SCALARS_ONLY}
         if world_size % (split * parts):
             sizes = {"tensor_parallel": split, "context_parallel": parts}
             given = " times ".join(f"{name}={each}" for name, each in sizes.items() if each > 1)
