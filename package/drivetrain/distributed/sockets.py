@@ -6,6 +6,7 @@ A forked copy keeps a connection open after this process has died, which hides t
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import socket
@@ -20,6 +21,11 @@ from drivetrain.distributed.interfaces import check_users
 if sys.platform != "win32":
     import resource
 
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+"""Options of tcp(7): the system breaks a connection when the other machine has not answered for 30 s."""
+
+_UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _torch_sockets: set[tuple[int, int]] = set()
 _changing = threading.Lock()
@@ -30,6 +36,20 @@ def closed_in_forks(line: socket.socket) -> socket.socket:
     with _changing:
         _open.add(line)
     return line
+
+
+def keeping_alive(line: socket.socket) -> socket.socket:
+    """Return the socket, which breaks when the other machine is gone; the system looks, not this program."""
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEP_ALIVE.items():
+        if hasattr(socket, name):  # as on Linux
+            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return line
+
+
+def is_unreachable(error: BaseException | None) -> bool:
+    """Return whether a connection broke because the other machine is gone."""
+    return getattr(error, "errno", None) in _UNREACHABLE
 
 
 class Wakeup:
@@ -55,8 +75,12 @@ class Wakeup:
 
 
 @contextlib.contextmanager
-def closing_sockets_in_forks() -> Iterator[None]:
-    """Run the block so that forked processes close the sockets it opens, such as those of torch."""
+def closing_sockets_in_forks(keeps_alive: bool = False) -> Iterator[None]:
+    """Run the block so that forked processes close the sockets it opens, such as those of torch.
+
+    Args:
+        keeps_alive: Whether these sockets break when the other machine is gone.
+    """
     before = _sockets()
     try:
         yield
@@ -65,6 +89,9 @@ def closing_sockets_in_forks() -> Iterator[None]:
         with _changing:
             _torch_sockets.intersection_update(now)  # the others are closed
             _torch_sockets.update(now - before)
+        for number, _ in now - before if keeps_alive else ():
+            with socket.socket(fileno=os.dup(number)) as line:
+                keeping_alive(line)
     if sys.platform == "linux" and now - before:
         check_users(inode for _, inode in now - before)
 

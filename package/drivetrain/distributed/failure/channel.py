@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from drivetrain.core.errors import RankFailure
 from drivetrain.distributed.call_order import CallOrder
 from drivetrain.distributed.failure import messages as failure_wire
-from drivetrain.distributed.failure.heartbeat import DIED, Heartbeat, machine
+from drivetrain.distributed.failure.heartbeat import DIED, UNREACHABLE, Heartbeat, machine
 from drivetrain.distributed.failure.last_words import end_now, record, write_now
 from drivetrain.distributed.failure.location import (
     Phase,
@@ -48,7 +48,7 @@ from drivetrain.distributed.launch.programs import launched
 from drivetrain.distributed.launch.rendezvous import default_store
 from drivetrain.distributed.secret import derived, signed, verified
 from drivetrain.distributed.signals import AGENT, Signals, current
-from drivetrain.distributed.sockets import Wakeup
+from drivetrain.distributed.sockets import Wakeup, is_unreachable
 from drivetrain.distributed.stopping import Stopping
 
 if TYPE_CHECKING:
@@ -426,7 +426,8 @@ class FailureChannel:
             messages = None
         if messages is None:
             is_dead = line.broken is None or isinstance(line.broken, ConnectionError)
-            self._lost(DIED if is_dead else f"it did not read what this rank sent ({line.broken})")
+            lost = DIED if is_dead else f"it did not read what this rank sent ({line.broken})"
+            self._lost(UNREACHABLE if is_unreachable(line.broken) else lost)
             return True
         return any(self._take(line, each) for each in messages)
 

@@ -18,6 +18,9 @@ ABOVE = "its own messages are above"
 DIED = f"it was killed, perhaps for lack of memory, or ended by os._exit, or aborted ({ABOVE})"
 """Possible deaths of a process that another one started."""
 
+UNREACHABLE = "its machine has not answered for 30 s: it went down, or the network did"
+"""The end of a process whose connection the system has broken."""
+
 _LOOKED_AT = 3
 """Ticks without a heartbeat after which the process is observed."""
 

@@ -20,7 +20,7 @@ import torch
 
 from drivetrain.core.errors import RankFailure, StrategyError, shown
 from drivetrain.distributed.failure.heartbeat import machine
-from drivetrain.distributed.sockets import closed_in_forks
+from drivetrain.distributed.sockets import closed_in_forks, keeping_alive
 
 TOKEN_BYTES = 32
 """Length of the token in hexadecimal digits. A rank sends it first, with a newline."""
@@ -251,7 +251,7 @@ class Line:
     """
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
-        self.socket = closed_in_forks(connection)
+        self.socket = keeping_alive(closed_in_forks(connection))
         self.socket.settimeout(timeout)
         # Nagle's algorithm could hold a goodbye back, and it would be lost when the connection is closed.
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -287,7 +287,10 @@ class Line:
             if not self._has_more():
                 return []
             found = self.socket.recv(1 << 16)
-        except (OSError, ValueError):  # ValueError for a socket that was closed here
+        except OSError as error:
+            self.broken = self.broken or error
+            return None
+        except ValueError:  # a socket that was closed here
             return None
         if not found:
             return None

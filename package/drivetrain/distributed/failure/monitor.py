@@ -15,13 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.core.messages import logger
-from drivetrain.distributed.failure.heartbeat import ABOVE, DIED, PATIENCE, Heartbeat
+from drivetrain.distributed.failure.heartbeat import ABOVE, DIED, PATIENCE, UNREACHABLE, Heartbeat
 from drivetrain.distributed.failure.location import Phase
 from drivetrain.distributed.failure.messages import TOKEN_BYTES, Cause, Line, LocalLine, Timing, at
 from drivetrain.distributed.failure.watchdog import ProgressTimeout
 from drivetrain.distributed.interfaces import listen
 from drivetrain.distributed.launch.children import ending, started, wait_for
-from drivetrain.distributed.sockets import closed_in_forks, open_more_files, out_of_files
+from drivetrain.distributed.sockets import (
+    closed_in_forks,
+    is_unreachable,
+    open_more_files,
+    out_of_files,
+)
 from drivetrain.distributed.stopping import Poll
 
 _LOG = logger(__name__)
@@ -241,6 +246,7 @@ class Monitor:
             source.state = "gone"
             if self.cause is None and (self._aside is None or self._aside.rank != source.rank):
                 what = _death(source.rank) if trouble is None else f"its line to rank 0 broke ({trouble!r})"
+                what = UNREACHABLE if is_unreachable(source.line.broken) else what
                 self._decide(Cause("lost", source.rank, source.where, what))
 
     def add(self, line: Line | LocalLine, hello: dict[str, Any]) -> _Peer:
@@ -305,7 +311,7 @@ class Monitor:
         """Return the loss of a rank that does not answer, or does not read."""
         for each in here:
             lost = each.heartbeat.tick() if each.rank else None
-            if isinstance(each.line.broken, TimeoutError):
+            if isinstance(each.line.broken, TimeoutError) and not is_unreachable(each.line.broken):
                 lost = f"it did not read for {self._timing.heartbeat:g} s what rank 0 sent"
             if lost is not None:
                 return Cause("lost", each.rank, each.where, lost)

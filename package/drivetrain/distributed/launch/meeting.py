@@ -152,9 +152,10 @@ class Meeting:
 
         def connect() -> None:
             try:
-                made.append(
-                    TCPStore(host, self.port, is_master=False, wait_for_workers=False, timeout=_ANSWERS)
-                )
+                with closing_sockets_in_forks(keeps_alive=True):
+                    made.append(
+                        TCPStore(host, self.port, is_master=False, wait_for_workers=False, timeout=_ANSWERS)
+                    )
             except RuntimeError as error:
                 made.append(error)
 
