@@ -100,18 +100,52 @@ def test_machines_come_and_go_and_each_start_is_a_fit_of_its_size(
         assert weights(f"again-{size}", end).equal(weights("run", end)), (size, start, end)
 
 
-def test_a_failure_before_the_others_have_connected_ends_all_machines() -> None:
-    lines = block("launching.md", "drivetrain launch --devices 4 --nodes 2 --node-rank 0")
+NUMBERED = ("launching.md", "drivetrain launch --devices 4 --nodes 2 --node-rank 0")
+MEETING = ("launching-in-detail.md", "drivetrain launch --devices 2 --nodes 2 --rendezvous")
+
+
+def lines_of(page: str, text: str, options: str) -> list[str]:  # with these options in place of --devices N
+    return [re.sub(r"--devices \d", options, each) for each in block(page, text)]
+
+
+@pytest.mark.parametrize("fails", ["first-host", "second-host"])
+@pytest.mark.parametrize(("page", "text"), [NUMBERED, MEETING])
+def test_a_failure_before_the_others_have_connected_ends_all_machines(
+    page: str, text: str, fails: str
+) -> None:
     with two_machines() as machines:
-        options = "--devices 1 --max-restarts 1"
-        lines = [each.replace("--devices 4", options) + " fails=second-host" for each in lines]
-        both = ended([each.start(line) for each, line in zip(machines, lines, strict=True)])
-        for code, _, errors in both:
-            assert code == 1, both
-            assert errors.count("all are started again (0 more allowed)") == 1, errors
-            assert errors.splitlines()[-1] == "drivetrain: rank 1 failed first: it ended with exit code 1"
-        busy = "import socket, sys, subprocess; line = socket.create_server(('first-host', 29500)); "
-        Path("busy.py").write_text(f"{busy}sys.exit(subprocess.call(sys.argv[1:]))", encoding="ascii")
-        ((code, _, errors),) = ended([machines[0].start(f"python busy.py {lines[0]}")])
+        lines = lines_of(page, text, "--devices 1 --max-restarts 1")
+        both = ended(
+            [each.start(f"{line} fails={fails}") for each, line in zip(machines, lines, strict=True)]
+        )
+    rank = r"rank \d" if text == MEETING[1] else f"rank {int(fails == 'second-host')}"
+    for code, _, errors in both:
+        assert code == 1, both
+        assert errors.count("all are started again (0 more allowed)") == 1, errors
+        last = f"drivetrain: {rank} failed first: it ended with exit code 1"
+        assert re.fullmatch(last, errors.splitlines()[-1]), errors
+
+
+def test_a_port_that_is_in_use_ends_the_job_without_a_restart() -> None:
+    line, _ = lines_of(*NUMBERED, "--devices 1 --max-restarts 1")
+    busy = "import socket, sys, subprocess; line = socket.create_server(('first-host', 29500)); "
+    Path("busy.py").write_text(f"{busy}sys.exit(subprocess.call(sys.argv[1:]))", encoding="ascii")
+    with two_machines() as machines:
+        ((code, _, errors),) = ended([machines[0].start(f"python busy.py {line}")])
     assert (code, errors.count("drivetrain: ")) == (1, 1), errors
     assert "machine 0 cannot listen on first-host:29500" in errors
+
+
+@pytest.mark.parametrize(("page", "text"), [NUMBERED, MEETING])
+def test_a_machine_that_is_gone_without_a_word_is_noticed(page: str, text: str) -> None:
+    with two_machines() as machines:
+        jobs = [
+            each.start(f"{line} saved")
+            for each, line in zip(machines, lines_of(page, text, "--devices 1"), strict=True)
+        ]
+        until(jobs[0], Path("steps"), 3, world_size=2)
+        machines[0].do("ip link set $(ip -o link | grep -o 'dt[0-9]*[ab]') down")
+        both = ended(jobs)
+    for code, _, errors in both:
+        assert code == 1, errors
+        assert "its machine has not answered for 30 s" in errors, errors

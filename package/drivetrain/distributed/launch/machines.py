@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -26,9 +27,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
     RendezvousBackend,
+    RendezvousTimeout,
     Token,
-    create_handler,
 )
 
 from drivetrain.core.errors import StrategyError, shown
@@ -36,18 +38,22 @@ from drivetrain.distributed.interfaces import check_resolves, loopback_variables
 from drivetrain.distributed.launch.children import say
 from drivetrain.distributed.launch.meeting import STORE, Meeting, Patience, join_timeout, loopback_store
 from drivetrain.distributed.secret import SECRET, new_secret, secret
+from drivetrain.distributed.sockets import closing_sockets_in_forks
 
 _SIGNATURE = 32
 """Bytes of a signature."""
 
 _FAILED = "drivetrain/failed"
-"""A key in the store of numbered machines: the first failure of an attempt."""
+"""A key in the store: the first failure of an attempt."""
+
+_HEARD = 2.0
+"""Seconds in which the other machines learn of a failure: they look once a second."""
 
 
 class Machines:
     """The meetings "drivetrain", of machines that have numbers, and "drivetrain-elastic", of others.
 
-    Numbered machines also tell one another that one has failed, through the store of their meeting.
+    Machines that have met also tell one another that one has failed, through the store of their meeting.
 
     Args:
         logs: A folder where the ranks of a single machine meet; only this user can enter it.
@@ -57,13 +63,14 @@ class Machines:
         self.store: Store | None = None
         registry = rendezvous_handler_registry
         registry.register("drivetrain", lambda parameters: _Numbered(parameters, logs, self))
-        registry.register("drivetrain-elastic", _elastic)
+        registry.register("drivetrain-elastic", lambda parameters: _elastic(parameters, self))
 
     def tell(self, failure: dict[str, Any]) -> None:
         """Tell the other machines that this one has failed; the first failure counts."""
         if self.store is not None:
             with suppress(DistError):  # the first machine's launcher, which has the store, has ended
                 self.store.compare_set(_FAILED, "", json.dumps(failure))
+                time.sleep(_HEARD)  # this process may have the store
 
     def heard(self) -> dict[str, Any] | None:
         """Return the failure of another machine, or None."""
@@ -162,14 +169,34 @@ class _Numbered(RendezvousHandler):
         return True
 
 
-def _elastic(parameters: RendezvousParameters) -> RendezvousHandler:
+def _elastic(parameters: RendezvousParameters, machines: Machines) -> RendezvousHandler:
     host = parameters.endpoint.rpartition(":")[0].strip("[]") or parameters.endpoint
     check_resolves(host, "--rendezvous")
-    parameters.local_addr = parameters.local_addr or own_address(host)
-    parameters.config.setdefault("join_timeout", str(int(join_timeout())))
-    backend, store = create_backend(parameters)
+    with closing_sockets_in_forks(keeps_alive=True):
+        backend, store = create_backend(parameters)
     key = hmac.digest(secret(), f"machines of {parameters.run_id}".encode(), "sha256")
-    return create_handler(store, _Signed(backend, key), parameters)
+    handler: _Elastic = _Elastic.from_backend(
+        parameters.run_id,
+        store,
+        _Signed(backend, key),
+        parameters.min_nodes,
+        parameters.max_nodes,
+        parameters.local_addr or own_address(host),
+        RendezvousTimeout(join=timedelta(seconds=join_timeout())),
+    )
+    handler.machines = machines
+    return handler
+
+
+class _Elastic(DynamicRendezvousHandler):
+    """torch's meeting of machines without numbers, which then tell one another of their failures."""
+
+    machines: Machines
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        found = super().next_rendezvous()
+        self.machines.store = found.store
+        return found
 
 
 class _Signed(RendezvousBackend):

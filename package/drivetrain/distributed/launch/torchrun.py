@@ -21,6 +21,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousStateError,
     RendezvousTimeoutError,
 )
@@ -81,7 +82,7 @@ def main(words: Sequence[str], logs: Path) -> int:
 
 
 def _wait(thread: threading.Thread, arguments: Any, machines: Machines) -> dict[str, Any] | None:
-    """Wait for the end of torch's agent; return another machine's failure if that is why its ranks ended."""
+    """Wait for the end of torch's agent; return another machine's failure if this one has heard of it."""
     begun = time.monotonic()
     late, looks, heard = begun + LATE, begun, None
     while thread.is_alive():
@@ -96,7 +97,6 @@ def _wait(thread: threading.Thread, arguments: Any, machines: Machines) -> dict[
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             thread.join()
-            return heard
         if time.monotonic() >= late:
             late = time.monotonic() + REPEAT
             # Numbered machines say themselves which one is missing.
@@ -105,7 +105,7 @@ def _wait(thread: threading.Thread, arguments: Any, machines: Machines) -> dict[
                 them = f"{arguments.nnodes.replace(':', ' to ')} machines"
                 waits = f"waiting for {time.monotonic() - begun:.0f} s for {them}"
                 say(f"{waits} to connect to {arguments.rdzv_endpoint}")
-    return None
+    return heard
 
 
 def _failure(error: BaseException, logs: Path, endpoint: str) -> dict[str, Any]:
@@ -121,6 +121,8 @@ def _failure(error: BaseException, logs: Path, endpoint: str) -> dict[str, Any]:
             f"not all machines have come to {endpoint} within {join_timeout():g} s. Start"
             f" them in that time, or set {LIMIT} to more seconds"
         )
+    elif isinstance(error, RendezvousConnectionError):
+        text = f"the launcher at {endpoint} has ended, or cannot be reached"
     elif isinstance(error, (DrivetrainError, RendezvousStateError)):
         text = str(error)
     closed = isinstance(error, RendezvousClosedError)
