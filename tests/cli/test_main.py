@@ -97,7 +97,8 @@ def test_plan_lists_the_collectives_of_any_number_of_processes_and_what_a_run_ta
     found = json.loads(drive("plan", f"{FIT} --json {rates}")[1])
     assert found["hours"] == 10 / 2 / 3600
     assert found["seconds_of_a_save"] == found["checkpoint"] / 1e6
-    assert "no collectives in a step of 1 process" in drive("plan", f"{FIT} --run")[1]
+    for more, words in {"": "none", "--world-size 2 --trainer.strategy zero2": "not known"}.items():
+        assert f"process(es): {words}" in drive("plan", f"{FIT} --run {more}")[1]
     for given, message in {
         "--world-size 3 --trainer.devices 2": "--world-size 3 is no multiple of --trainer.devices 2",
         "--world-size 1.5": "--world-size",
@@ -114,6 +115,9 @@ def test_plan_makes_no_weights_unless_the_constructor_reads_them(drive, here):
         "    def __init__(self):\n"
         "        super().__init__()\n"
         "        self.large = torch.nn.Linear(2**20, 2**20)\n"  # 4 TB
+        "    def training_step(self, batch):\n"
+        "        print('in a step')\n"
+        "        return super().training_step(batch)\n"
         "class Reads(shapes.Shapes):\n"
         "    def __init__(self):\n"
         "        super().__init__()\n"
@@ -123,7 +127,7 @@ def test_plan_makes_no_weights_unless_the_constructor_reads_them(drive, here):
     for name, parameters in (("Large", "1,099,512,"), ("Reads", "trainable")):
         line = f"--task large.{name} --data shapes.Data --trainer.max_epochs 1"
         code, out, _ = drive("plan", line)
-        assert (code, parameters in out) == (0, True)
+        assert (code, parameters in out, "in a step" in out) == (0, True, False)
 
 
 def test_errors_exit_with_1_and_debug_shows_the_traceback(drive, here):

@@ -4,7 +4,9 @@ JSON.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -94,7 +96,8 @@ def plan(settings: Settings, as_json: bool) -> None:
     size = _number(settings, "world_size")
     if size is not None:
         trainer = _on_processes(trainer, size)
-    found = make_plan(trainer, task, *fit_data(settings))
+    with redirect_stdout(sys.stderr):  # for what the task prints in its step
+        found = make_plan(trainer, task, *fit_data(settings))
     rates = {name: rate for name in PLAN_RATES if (rate := _number(settings, name)) is not None}
     disk = rates.pop("disk_bytes_per_second", None)
     times = {"hours": found.hours(**rates)} if rates else {}
@@ -107,7 +110,8 @@ def plan(settings: Settings, as_json: bool) -> None:
     for name, value in times.items():
         print(f"{name.replace('_', ' ')}: {'unknown' if value is None else f'{value:.4g}'}")
     if settings.option("run"):
-        print(found.listed() or f"no collectives in a step of {found.processes} process(es)")
+        unknown = "not known" if found.collectives is None else "none"
+        print(found.listed() or f"collectives in a step of {found.processes} process(es): {unknown}")
 
 
 def _on_processes(trainer: Trainer, size: float) -> Trainer:

@@ -287,13 +287,13 @@ class Watch(StepWatch):  # of a run on two ranks
 def _measured(make, options):
     report = MemoryReport(show=False)
     with mock.patch("drivetrain.callbacks.memory_report.MemoryWatch", Watch):
-        quiet(max_epochs=1, devices=2, callbacks=[report], **options).fit(make(), [torch.randn(32, 16)] * 8)
+        quiet(max_epochs=1, devices=2, callbacks=[report], **options).fit(make(), [torch.randn(32, 16)] * 16)
     return report.use
 
 
 def check_against_a_run(make, options):
     before = dict(os.environ), distributed._compute_bucket_assignment_by_size
-    found = quiet(max_epochs=1, devices=2, **options).plan(make(), [torch.randn(32, 16)] * 8)
+    found = quiet(max_epochs=1, devices=2, **options).plan(make(), [torch.randn(32, 16)] * 16)
     assert (dict(os.environ), distributed._compute_bucket_assignment_by_size) == before
     assert not distributed.is_initialized()
     use, collectives = on_two_ranks(_measured, make, options)[0]
@@ -312,7 +312,7 @@ def test_a_plan_for_two_ranks_has_what_each_holds(monkeypatch):
         found = check_against_a_run(wide, {"strategy": strategy, "gradient_accumulation_steps": 2})
         assert "in each process" in str(found)
     monkeypatch.setattr("drivetrain.strategies.checks.host_memory", lambda: 10_000)
-    sharded = quiet(max_epochs=1, devices=2, strategy="fsdp").plan(wide(), [torch.randn(32, 16)] * 8)
+    sharded = quiet(max_epochs=1, devices=2, strategy="fsdp").plan(wide(), [torch.randn(32, 16)] * 16)
     assert "Give gather_at_end=False" in sharded.warnings[-1]
 
 
@@ -330,7 +330,7 @@ def test_a_plan_has_what_the_processes_of_a_machine_hold_in_its_memory():
 def test_a_plan_raises_what_the_strategy_of_a_fit_refuses():
     strategy = FSDPConfig(context_parallel=2)
     with pytest.raises(ConfigError, match="context_parallel needs to know what to split"):
-        quiet(strategy=strategy, devices=2, max_epochs=1).plan(wide(), [torch.randn(32, 16)] * 8)
+        quiet(strategy=strategy, devices=2, max_epochs=1).plan(wide(), [torch.randn(32, 16)] * 16)
 
 
 class Planned(Blocks):
@@ -343,7 +343,7 @@ class Planned(Blocks):
 
 RUNS = {
     "ddp": {"strategy": DDPConfig(gradient_as_bucket_view=False, bucket_mb=0.005)},
-    "accumulation": {"strategy": "ddp", "gradient_accumulation_steps": 2, "precision": "bf16-mixed"},
+    "accumulation": {"strategy": "ddp", "gradient_accumulation_steps": 4, "precision": "bf16-mixed"},
     "unused": {"strategy": DDPConfig(find_unused_parameters=True)},
     "grad_op": {"strategy": FSDPConfig(sharding="shard_grad_op"), "precision": "bf16-true"},
     "no_shard": {"strategy": FSDPConfig(sharding="no_shard")},
@@ -351,7 +351,7 @@ RUNS = {
     "offload": {"strategy": FSDPConfig(cpu_offload=True)},
     "again": {"strategy": FSDPConfig(activation_checkpointing=True), "max_grad_norm": 1.0},
     "selective": {"strategy": FSDPConfig(activation_checkpointing="selective"), "precision": "bf16-mixed"},
-    "each": {"strategy": FSDPConfig(reduce_each_micro_batch=True), "gradient_accumulation_steps": 2},
+    "each": {"strategy": FSDPConfig(reduce_each_micro_batch=True), "gradient_accumulation_steps": 4},
     "prefetch": {"strategy": FSDPConfig(forward_prefetch=2), "precision": "16-mixed"},
     "tensor": {"strategy": FSDPConfig(tensor_parallel=2)},
 }

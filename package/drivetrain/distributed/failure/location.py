@@ -105,7 +105,7 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def users_line(error: BaseException) -> str:
-    """Return the innermost line of the user's program in a traceback; empty if it has none."""
+    """Return the innermost line of the user's program in a traceback, or an empty text."""
     for each in reversed(traceback.extract_tb(error.__traceback__)):
         if not each.filename.startswith(_NOT_THE_USERS):
             return f"{Path(each.filename).name}:{each.lineno} ({(each.line or '')[:80]})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +63,9 @@ _OF_STRATEGIES = ("c10d", "fsdp")
 """The namespaces of operations on a strategy's own buffers."""
 
 _OF_DTENSORS = "_c10d_functional"
+
+_LIKE_ALL = 3
+"""Micro-batches that are run: all between the first and the last of a window are like the second."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,8 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # asked two times for each operation
+            return _CPU
         if func is torch.ops.c10d.allreduce_.default:
             # DDP reads the averages from the future, which is empty under the fake group.
             from torch._C._distributed_c10d import Work, _create_work_from_future  # type: ignore[attr-defined]
@@ -241,7 +246,7 @@ def fake_step(
         for each in optimizers:  # which divide by what they read
             each.register_step_pre_hook(lambda *_: setattr(answers, "number", 1.0))
             each.register_step_post_hook(lambda *_: setattr(answers, "number", 0.0))
-        kept, measured = 0, -1
+        kept, measured, ends = 0, -1, list[int]()
         backward, update = made.backward, engine.update
 
         def noting(*args: Any, **kwargs: Any) -> None:
@@ -251,6 +256,8 @@ def fake_step(
                 kept = max(kept, watch.now("activations", gradients))
             with answers.answering(1.0):  # DDP reads whether some rank has used a parameter
                 backward(*args, **kwargs)
+            if measured > 0:
+                ends.append(len(watch.collectives))
 
         def updating(*args: Any) -> tuple[bool, Tensor | None]:
             with answers.answering(0.0):  # an overflow of the loss scale is a number that is not zero
@@ -262,11 +269,23 @@ def fake_step(
             train_step([micro_batch])  # makes the optimizers' states
             flops.read()
         measured = engine.passes + 1
+        # Those of a generator step run side by side.
+        run = accumulation if engine.interleaved else min(accumulation, _LIKE_ALL)
         with StepWatch(copy, optimizers, meta, fake) as watch:
-            train_step([micro_batch] * accumulation)
+            train_step([micro_batch] * run)
     counted = 0 if flops.failed is not None else int(flops.read_at or 0) * accumulation
-    collectives = tuple(watch.collectives) if own else None
+    collectives = _of_window(watch.collectives, ends, accumulation - run) if own else None
     return FakeStep(kept, watch.at_peak(), collectives, own, counted or None)
+
+
+def _of_window(found: Sequence[Collective], ends: Sequence[int], more: int) -> tuple[Collective, ...]:
+    """Return the collectives of a window with more micro-batches like the second of three.
+
+    Args:
+        ends: Where those of each backward end.
+    """
+    first, second = (ends[number * len(ends) // _LIKE_ALL - 1] if more else 0 for number in (1, 2))
+    return (*found[:second], *(*found[first:second],) * more, *found[second:])
 
 
 def _on_fake_ranks(strategy: Strategy, nodes: int) -> Strategy:
@@ -293,7 +312,7 @@ def _fake_ranks(world_size: int) -> Iterator[None]:
     if distributed.is_initialized():
         raise RuntimeError("this process is a rank of a job already: plan in another process")
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    log = fake_tensor.log  # to which torch also writes what it raises
+    log = fake_tensor.log  # torch also logs each error that it raises
     before, log.disabled = log.disabled, True
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -362,7 +381,7 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
 
 
 def _convert(copy: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the weights, but for those of batch norms."""
+    """Convert all weights except those of batch norms."""
     norms = {id(each) for norm in batch_norms(copy) for each in norm.parameters()}
     for each in copy.parameters():
         if each.is_floating_point() and id(each) not in norms:

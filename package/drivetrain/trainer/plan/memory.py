@@ -75,12 +75,12 @@ def reason(error: Exception) -> str:
     where = f" at {line}" if line else ""
     if name == "DataDependentOutputException" or "not supported for tensor subclasses" in text:
         return (
-            f"the step reads a value of a tensor{where}, and a plan's tensors have none. Compute with tensors"
-            " instead, such as by torch.where"
+            f"the step reads a value of a tensor{where}, and the tensors of a plan are without values."
+            " Compute with tensors instead, such as by torch.where"
         )
     if name == "DynamicOutputShapeException":
         return (
-            f"{text.split('.')[1]} returns as many elements as values say{where}, and a plan's tensors have"
-            " none. Multiply by a mask, or use torch.where"
+            f"{text.split('.')[1]} returns as many elements as values say{where}, and the tensors of a"
+            " plan are without values. Multiply by a mask, or use torch.where"
         )
     return f"{name}{where}: {text[:120]}{'...' if len(text) > 120 else ''}"
