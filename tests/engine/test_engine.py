@@ -183,8 +183,6 @@ def test_refusals_of_the_engine() -> None:
         task = variant(**own, **({} if tokens is None else {"tokens": lambda self, batch: tokens}))()
         return lambda: getattr(quiet(max_steps=1, **options), verb)(task, pairs())
 
-    spectral = Regression()
-    spectral.more = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     word, help_ = "the value 'loss' that a step returned is complex", ".abs()"
     accumulated: Any = {"gradient_accumulation_steps": 2}
     cases: dict[str, tuple[Any, ...]] = {
@@ -192,10 +190,6 @@ def test_refusals_of_the_engine() -> None:
         "accumulated": (fit(lambda loss: {"loss": loss * 1j, "more": loss}, **accumulated), word, help_),
         "evaluated": (fit(lambda loss: loss * 1j, verb="validate"), word, help_),
         "a complex value": (fit(lambda loss: {"loss": loss, "more": loss * 1j}), "'more'", "complex64"),
-        "clipped by value": (
-            lambda: quiet(max_steps=1, max_grad_value=1.0).fit(spectral, pairs()),
-            "max_grad_norm",
-        ),
         **{
             f"tokens {each!r}": (fit(tokens=each), f"tokens gave {each!r}")
             for each in (2.6, -5, math.nan, "7", True)

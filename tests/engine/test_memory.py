@@ -109,10 +109,8 @@ def test_a_task_is_an_ordinary_module_after_activation_checkpointing() -> None:
 
 
 def test_refusals_of_memory_options() -> None:
-    lbfgs = lambda parameters: torch.optim.LBFGS(parameters)  # noqa: E731
     sharded = FSDPConfig(activation_checkpointing="full")
     cases: dict[str, tuple[Any, ...]] = {
-        "a closure": (lambda: fit(None, Deep(lbfgs)), "LBFGS", "closure"),
         "shards": (lambda: quiet(strategy=sharded, devices=2, memory=again(True)), "give FSDPConfig"),
         "a misspelt key": (lambda: quiet(memory={"activation_checkpoint": True}), "activation_checkpointing"),
         "no such mode": (lambda: fit(again("selectiv")), "'selectiv'", "'selective'"),

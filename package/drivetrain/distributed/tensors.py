@@ -64,11 +64,6 @@ def average_gradients(parameters: Sequence[Tensor], world_size: int) -> None:
                 gradient.copy_((mean / world_size).view_as(gradient))
 
 
-def largest_of_all(tensor: Tensor) -> None:
-    """Replace a tensor's elements by the largest of all processes, in place."""
-    distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
-
-
 def local_part(tensor: Tensor, world_size: int) -> tuple[Tensor, float]:
     """Return this process's part of a tensor, and its share of the part: 1/n if n processes have that part.
 

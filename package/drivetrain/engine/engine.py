@@ -221,11 +221,6 @@ class Engine:
         for updater in self.updaters.values():
             start_momenta(updater.optimizer)
         self.trainable = [p for p in task.parameters() if p.requires_grad]
-        if max_grad_value is not None and any(each.is_complex() for each in self.trainable):
-            raise ConfigError(
-                f"max_grad_value={max_grad_value:g} clips each element to a range of real numbers, and"
-                f" {type(task).__name__} has complex parameters. Use max_grad_norm"
-            )
         self.parameters = self.trainable  # without those that `freeze` has frozen for now
         for parameter in self.parameters:  # an old gradient would count into the first step
             parameter.grad = None

@@ -356,21 +356,19 @@ def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:
             _check_not_class(spec)
             if not isinstance(name, str) or not name:
                 raise ConfigError(f"an optimizer's name must be a text, not {name!r}")
-            if not isinstance(spec, OptimizerConfig) and not callable(spec):
-                raise ConfigError(
-                    f"configure_optimizers returned a {type(spec).__name__} for {name!r}; allowed are an"
-                    " OptimizerConfig, or a function of the parameters that returns an optimizer or"
-                    " (optimizer, scheduler); the scheduler steps after each step, or is in a TorchSchedule"
-                )
-            specs[name] = spec
+            specs[name] = _checked_spec(spec, f" for {name!r}")
         return specs
-    if isinstance(configured, OptimizerConfig) or callable(configured):
-        return {DEFAULT: configured}
-    given = "nothing (is a `return` missing?)" if configured is None else f"a {type(configured).__name__}"
+    return {DEFAULT: _checked_spec(configured)}
+
+
+def _checked_spec(spec: object, whose: str = "") -> OptimizerSpec:
+    if isinstance(spec, OptimizerConfig) or callable(spec):
+        return spec
+    given = "nothing (is a `return` missing?)" if spec is None else f"a {type(spec).__name__}"
     raise ConfigError(
-        f"configure_optimizers returned {given}; allowed are an OptimizerConfig, a"
-        " mapping of names to them, or a function of the parameters that returns an optimizer or"
-        " (optimizer, scheduler); the scheduler steps after each step, or is in a TorchSchedule"
+        f"configure_optimizers returned {given}{whose}; allowed are an OptimizerConfig, a mapping of names to"
+        " them, or a function of the parameters that returns an optimizer or (optimizer, scheduler); the"
+        " scheduler steps after each step, or is in a TorchSchedule"
     )
 
 
@@ -467,13 +465,6 @@ def _checked(made: Any, factory: Callable[..., Any]) -> tuple[Optimizer, TorchSc
         raise ConfigError(
             f"{described} returned a {type(made).__name__}; it must return an optimizer or (optimizer,"
             " schedule)"
-        )
-    closure = inspect.signature(made.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise ConfigError(
-            f"the optimizer {type(made).__name__} cannot be used here: its step evaluates the loss many times"
-            " through a closure, and between the loss and the step there may be accumulation, scaling and"
-            " clipping"
         )
     if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
         scheduler = TorchSchedule(scheduler)

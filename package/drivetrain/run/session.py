@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import os
 import threading
 import traceback
 import weakref
@@ -284,9 +283,6 @@ def _deterministic() -> Iterator[None]:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn
     benchmark, kernels = cudnn.benchmark, cudnn.deterministic
-    if torch.version.cuda is not None and torch.__version__ < "2.10":
-        # It raises at the first product without this, which cuBLAS reads when it starts.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     cudnn.benchmark, cudnn.deterministic = False, True
     try:

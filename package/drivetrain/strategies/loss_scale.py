@@ -51,7 +51,7 @@ class LossScale:
             rank has the same gradients.
     """
 
-    def __init__(self, device: torch.device, agree: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(self, device: torch.device, agree: Callable[[Tensor], object] | None = None) -> None:
         self._scaler = _Scaler(device.type)
         self._agree = agree
         # The scaler creates its scale at the first loss, and a step of weight zero has no loss.

@@ -38,12 +38,10 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
     },
 )
 """The classes by name. A class for several processes takes `(config, device=..., world_size=...)`, and has
-the attributes in `ATTRIBUTES`. Other packages add theirs by the entry point group "drivetrain.strategy".
+the attributes `name`, `config_type` (the class of its configuration), `needs` (one line on what it needs) and
+`available(hardware)`, which returns a `Support`. Other packages add theirs by the entry point group
+"drivetrain.strategy".
 """
-
-ATTRIBUTES = ("name", "config_type", "needs", "available")
-"""The attributes of a registered class: its name, the class of its configuration, one line on what it needs,
-and `available(hardware)`, which returns a `Support`."""
 
 XLA = ("xla", "xla_fsdp", "xla_fsdp_v2")
 """Names of strategies that run on torch_xla, in one process."""
@@ -53,17 +51,6 @@ BUILT_IN = ("auto", "single", "ddp", "fsdp", "accelerate", *XLA)
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 """Names of strategies that are kinds of devices."""
-
-
-def strategy_class(name: str) -> Any:
-    found: Any = STRATEGIES[name]
-    missing = [each for each in ATTRIBUTES if not hasattr(found, each)]
-    if missing:
-        raise ConfigError(
-            f"the strategy {name!r} is registered as {found!r}, which has no {', '.join(missing)}; a strategy"
-            f" must be a class with {', '.join(ATTRIBUTES)}"
-        )
-    return found
 
 
 def configure(name: str, options: Mapping[str, Any]) -> Any:
@@ -87,7 +74,8 @@ def configure(name: str, options: Mapping[str, Any]) -> Any:
 def config_type(name: str) -> type[Any]:
     if STRATEGIES[name] is SingleDevice:
         raise ConfigError(f"strategy {name!r} has no options; 'ddp' and 'fsdp' have some")
-    found: type[Any] = strategy_class(name).config_type
+    kind: Any = STRATEGIES[name]
+    found: type[Any] = kind.config_type
     return found
 
 

@@ -16,7 +16,7 @@ from drivetrain.strategies.base import Strategy, Support
 from drivetrain.strategies.hardware import Hardware
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.registry import as_precision
-from drivetrain.strategies.registry import BUILT_IN, DEVICES, XLA, configure, named, strategy_class
+from drivetrain.strategies.registry import BUILT_IN, DEVICES, STRATEGIES, XLA, configure, named
 from drivetrain.strategies.single import SingleDevice
 
 OURS = "drivetrain"
@@ -215,7 +215,7 @@ def _request(spec: Any, variables: Mapping[str, str], precision: Precision) -> R
 
 def _check_available(name: str, hardware: Hardware) -> Any:
     """Return the class of a strategy, or raise if it cannot run here."""
-    made = strategy_class(name)
+    made: Any = STRATEGIES[name]
     support = made.available(hardware)
     if not support:
         raise StrategyError(

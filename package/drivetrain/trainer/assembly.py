@@ -26,7 +26,7 @@ from drivetrain.checkpoint.weights.frozen import (
 )
 from drivetrain.checkpoint.weights.module_state import load_module_state
 from drivetrain.core.calendar import Calendar, RunLength, Trigger
-from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.errors import ConfigError
 from drivetrain.core.files import odd_kind
 from drivetrain.core.int_schedule import at_start
 from drivetrain.core.intervals import Every
@@ -247,12 +247,7 @@ def with_callbacks_of(task: TaskModule, settings: Settings) -> Settings:
         own = [each for each in own if type(each).modify_task is not built_in.Callback.modify_task]
     if settings.dry_run is not None:
         own = fitting(own, settings)
-    try:
-        return dataclasses.replace(settings, callbacks=(*own, *settings.callbacks)) if own else settings
-    except (ConfigError, StrategyError) as error:
-        raise type(error)(
-            f"with the callbacks of {type(task).__name__}.configure_callbacks: {error}"
-        ) from None
+    return dataclasses.replace(settings, callbacks=(*own, *settings.callbacks)) if own else settings
 
 
 def _own_callbacks(task: TaskModule, stage: str) -> Sequence[Any]:

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from drivetrain.core.errors import ConfigError
 from drivetrain.run.messages import part_of
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.task import TaskModule
@@ -34,17 +33,6 @@ def probe(settings: Settings, task: TaskModule, data: Any, fit: Fit[Settings], *
     with without_trace(task, data), part_of("the finder begins anew", is_probe=True):
         fit(
             dataclasses.replace(settings, **{**nothing, "on_nonfinite": "stop", **changes}),
-            _copied(task),
+            copy.deepcopy(check_task(task)),
             data,
         )
-
-
-def _copied(task: object) -> TaskModule:
-    checked = check_task(task)
-    try:
-        return copy.deepcopy(checked)
-    except Exception as error:
-        raise ConfigError(
-            f"{type(task).__name__} cannot be copied, and a finder trains a copy: {error}. Keep what cannot"
-            " be copied, such as an open file or a tensor that is no leaf, out of its attributes"
-        ) from error

@@ -348,7 +348,7 @@ class Trainer(RunSettings):
             The curve, with a suggestion and a figure.
 
         Raises:
-            ConfigError: An argument is out of its range, or the task cannot be copied.
+            ConfigError: An argument is out of its range.
         """
         from drivetrain.trainer.find_learning_rate import find_learning_rate
 

@@ -91,7 +91,7 @@ def test_refusals_of_epoch_metrics() -> None:
         "names": (compute(*((each, ones(2)) for each in names)), "[0]['low'], [0]['top']"),
         "bool": (padded(torch.bool, -100), "bool cannot hold the padding -100"),
         "a text": (compute((ones(1), "text")), "a str", "transform="),
-        "a class": (lambda: EpochMetric(Ordered), "not the class Ordered"),
+        "a class": (lambda: EpochMetric(Ordered), "must be a function, not <class"),
     }
     assert_refused((ConfigError, DataError), cases)
 

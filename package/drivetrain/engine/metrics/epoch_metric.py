@@ -71,18 +71,9 @@ class EpochMetric:
         padding: float | None = None,
         tensors: bool = False,
     ) -> None:
-        if not callable(function):
-            has_compute = callable(getattr(function, "compute", None))
-            fix = (
-                "Give its method compute" if has_compute else "Give a function of the outputs and the target"
-            )
-            raise ConfigError(f"EpochMetric takes a function, not a {type(function).__name__}. {fix}")
-        if isinstance(function, type):
-            raise ConfigError(f"EpochMetric takes a function, not the class {function.__name__}")
-        if transform is not None and not callable(transform):
-            raise ConfigError(
-                f"EpochMetric(transform=) must be a function of a batch's inputs, not {transform!r}"
-            )
+        for name, each in (("function", function), ("transform", transform)):
+            if each is not None and (not callable(each) or isinstance(each, type)):
+                raise ConfigError(f"EpochMetric({name}=) must be a function, not {each!r}")
         self.function = function
         self.transform = transform
         self.padding = None if padding is None else number("EpochMetric(padding=)", padding)

@@ -32,7 +32,7 @@ from drivetrain.integrations.transformers.last_step import LastStep
 from drivetrain.integrations.transformers.optimizers import TransformersOptimizer
 from drivetrain.loggers import LOGGERS, TensorBoardLogger
 from drivetrain.strategies.base import refusal
-from drivetrain.strategies.registry import DEVICES, named, strategy_class
+from drivetrain.strategies.registry import DEVICES, STRATEGIES, named
 from drivetrain.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -621,7 +621,7 @@ def _set_log_level(values: Values) -> None:
 def _settle(values: Values, options: dict[str, Any]) -> None:
     """Raise instead of skipping steps if the strategy cannot skip one, and report so."""
     name, _ = named(options["strategy"])
-    cannot = "" if name in ("auto", *DEVICES) else refusal(strategy_class(name), "skipping")
+    cannot = "" if name in ("auto", *DEVICES) else refusal(STRATEGIES[name], "skipping")
     if options["on_nonfinite"] == "skip" and cannot:
         options["on_nonfinite"] = "raise"
         values.notes["logging_nan_inf_filter"] = f'with this strategy "raise", because {cannot}'

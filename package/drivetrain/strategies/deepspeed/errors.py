@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.errors import ConfigError
 from drivetrain.strategies.deepspeed.library import library, quiet
 
 
@@ -33,23 +32,4 @@ def check_by_deepspeed(settings: Mapping[str, Any], device: str) -> None:
         raise ConfigError(f"DeepSpeed refuses {name}={first['input']!r}: {first['msg']}") from error
     # DeepSpeed's own error is a bare Exception.
     except Exception as error:
-        raise ConfigError(f"DeepSpeed refuses its configuration: {_words(error)}") from error
-
-
-@contextlib.contextmanager
-def translated_errors() -> Iterator[None]:
-    """Run the block with DeepSpeed's failed assertions and bad combinations raised as `StrategyError`.
-
-    Raises:
-        StrategyError: DeepSpeed refused; has DeepSpeed's message.
-    """
-    try:
-        yield
-    except (AssertionError, NotImplementedError, ValueError) as error:
-        raise StrategyError(
-            f"DeepSpeed refuses to start with this configuration and task: {_words(error)}"
-        ) from error
-
-
-def _words(error: Exception) -> str:
-    return str(error) or f"{type(error).__name__} without a message; the traceback says where"
+        raise ConfigError(f"DeepSpeed refuses its configuration: {error!r}") from error

@@ -32,7 +32,7 @@ from drivetrain.strategies.base import (
 )
 from drivetrain.strategies.checks import check_dimensions, check_dtypes, check_gathering, check_values
 from drivetrain.strategies.deepspeed.config import PRECISIONS, DeepSpeedConfig, check_contradictions, realise
-from drivetrain.strategies.deepspeed.errors import check_by_deepspeed, translated_errors
+from drivetrain.strategies.deepspeed.errors import check_by_deepspeed
 from drivetrain.strategies.deepspeed.library import check_optimizer, connect, float16, library, quiet
 from drivetrain.strategies.deepspeed.norms import WideNorms
 from drivetrain.strategies.deepspeed.state import ZeroState, load_scaler_state, scaler_state
@@ -223,7 +223,7 @@ class DeepSpeed(Strategy):
             stage, order = self.config.stage or 0, self.ranks.order
             in_order = stage > 1 and bool(prepared.settings.get("managed_gradient_accumulation", True))
             self._used = UsedParameters(task, order, stage, in_order)
-        with quiet(), translated_errors():
+        with quiet():
             self._engine, zero, *_ = prepared.deepspeed.initialize(
                 model=module, optimizer=optimizer, config=prepared.settings, dist_init_required=False
             )

@@ -22,7 +22,6 @@ from drivetrain.distributed.tensors import (
     average_gradients,
     broadcast_buffers,
     broadcast_module,
-    largest_of_all,
     local_part,
 )
 from drivetrain.strategies.base import (
@@ -225,7 +224,7 @@ class FSDP(Strategy):
             place(module, self.device)
             broadcast_module(module, self.world_size)
         module.context = precision.forward_context(self.device)
-        self._scale = LossScale(self.device, largest_of_all) if precision.loss_scaling else None
+        self._scale = LossScale(self.device, self.ranks.largest) if precision.loss_scaling else None
         with _disable_current_modes():  # torch reads its meshes, and a plan's tensors have no values
             self._shard(module, precision, values, whole, plan)
         of_shards = torch.device("cpu") if self.config.cpu_offload else self.device

@@ -23,7 +23,7 @@ from drivetrain.strategies.checks import check_values
 from drivetrain.strategies.hardware import Hardware
 from drivetrain.strategies.optimizer_step import step
 from drivetrain.strategies.precision.base import Precision
-from drivetrain.strategies.wrapping import tie, uses_of_parameters
+from drivetrain.strategies.wrapping import apply_tied
 from drivetrain.strategies.xla.norms import correct_variances, forget_corrections
 from drivetrain.task.task import StepModule
 
@@ -103,10 +103,7 @@ def move(module: nn.Module, device: torch.device | str) -> None:
     torch cannot move a parameter in place between these devices. It creates new parameters, a separate one
     for each module of a tied parameter.
     """
-    uses = uses_of_parameters(module)
-    module.to(device)
-    for each in uses:
-        tie(each)
+    apply_tied(module, lambda tensor: tensor.to(device))
 
 
 class Trace:
