@@ -17,16 +17,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from drivetrain import (
     Callback,
     CheckpointConfig,
-    CompileConfig,
-    CSVLogger,
     EarlyStopping,
     Engine,
-    Float8,
     FSDPConfig,
     LambdaCallback,
     MemoryConfig,
     OptimizerConfig,
-    PreemptionConfig,
     TaskModule,
     TorchSchedule,
     Trainer,
@@ -265,16 +261,7 @@ def test_common_mistakes_in_a_task_are_named(tmp_path: Path) -> None:
         return loss
 
     metrics = (variant(metrics=lambda self: {"score": SimpleNamespace}), variant(metrics=lambda self: dict))
-    arguments = {
-        "callbacks": EarlyStopping,
-        "loggers": CSVLogger,
-        "strategy": FSDPConfig,
-        "precision": Float8,
-        "checkpoint": CheckpointConfig,
-        "compile": CompileConfig,
-        "memory": MemoryConfig,
-        "preemption": PreemptionConfig,
-    }
+    arguments = {"callbacks": EarlyStopping, "strategy": FSDPConfig, "memory": MemoryConfig}
     table: dict[str, tuple[Any, ...]] = {
         "no init": (fit(NoInit()), "NoInit does not call super().__init__()"),
         "no init, assigned": (Assigned, "Assigned does not call super().__init__()"),

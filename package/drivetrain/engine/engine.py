@@ -31,7 +31,7 @@ from drivetrain.distributed.failure.named_locations import named_location
 from drivetrain.distributed.launch.programs import join_job
 from drivetrain.distributed.tensors import broadcast_buffers
 from drivetrain.engine.generator_step import advance, generator_step
-from drivetrain.engine.memory import MemoryConfig, MemoryInUse
+from drivetrain.engine.memory import MemoryConfig, check_memory
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.metrics.means import MetricBuffer, Row, refuse_nonfinite
 from drivetrain.engine.optimizer_modes import OptimizerModes
@@ -56,6 +56,7 @@ from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.select import check_precision
 from drivetrain.strategies.sparse import clip_grad_value
 from drivetrain.strategies.transforms.compile import Compilation, CompileConfig
+from drivetrain.strategies.transforms.recompute import RecomputeOption, forget, recompute
 from drivetrain.task.assigned_loss import is_sum
 from drivetrain.task.optim.groups import named_parameters
 from drivetrain.task.optim.low_precision import WeightUpdates
@@ -116,7 +117,7 @@ class Engine:
         self.precision = copy.copy(select_precision(precision, strategy=strategy))
         self.strategy = select_strategy(strategy, self.precision, devices, num_nodes)
         self.compilation = Compilation(compile, self.strategy)
-        self.memory = MemoryInUse(memory, self.strategy)
+        self.memory = check_memory(memory, self.strategy)
         join_job(self.strategy.world_size, num_nodes)
         self.strategy.setup()
         try:
@@ -199,10 +200,7 @@ class Engine:
         self.sums = is_sum(assigned_loss(task))
         self.step_module = StepModule(task)
         self.max_grad_value = max_grad_value
-        self.closing.callback(self.precision.restore_module, task)
-        self.compilation.add(task)
-        if training:
-            self.memory.add(task)
+        self._transform(task, self.memory.activation_checkpointing if training else False)
         self.train_metrics, self.interleaved = metrics or None, is_interleaved(task)
         if not training:
             self.model = self.strategy.prepare(self.step_module, None, self.precision).model
@@ -232,6 +230,13 @@ class Engine:
         if self._optimize is None:
             check_joint(task, [*self.updaters.values()], max_grad_norm)
         self._choose_step()
+
+    def _transform(self, model: nn.Module, again: RecomputeOption) -> None:
+        """Compile a model's forwards and make its blocks recompute, until the engine ends."""
+        self.closing.callback(self.precision.restore_module, model)
+        self.closing.callback(forget, model)
+        self.compilation.add(model)
+        recompute(model, again)
 
     def _chosen_optimize(self) -> Callable[[Engine, Weighted], Optimized] | None:
         """Return what makes a step, if `train_step` does not: the task, or its training step."""
@@ -490,7 +495,6 @@ class Engine:
         self.compilation.release()
         if sys.exc_info()[0] is None:  # after an error the other ranks may be gone
             self.strategy.restore()
-        self.memory.release()
         if hasattr(self, "step_module"):  # and not a wrapper, which holds on to a process group
             self.model = self.run_step = self.evaluate_step = self.step_module
         self.strategy.teardown()
@@ -511,9 +515,7 @@ class Engine:
             precision's context; its state keys are those of the original module.
         """
         self._channel.open()
-        self.compilation.add(model)
-        self.memory.add(model)
-        self.closing.callback(self.precision.restore_module, model)
+        self._transform(model, self.memory.activation_checkpointing)
         prepared = prepare_module(self.strategy, model, make_optimizer, self.precision, self.weight_updates)
         self._window.optimizers += prepared.optimizers.values()
         return (prepared.model, prepared.optimizer) if make_optimizer else prepared.model

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.validation import by_name
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import check_supported
-from drivetrain.strategies.transforms.recompute import Recomputation, RecomputeOption, as_recompute_option
+from drivetrain.strategies.transforms.recompute import RecomputeOption, as_recompute_option
 
 
 @by_name
@@ -38,8 +36,6 @@ class MemoryConfig:
         object.__setattr__(self, "activation_checkpointing", again)
 
 
-NOTHING = MemoryConfig()
-
 WHAT_HELPS = (
     "what helps: Trainer(micro_batch='auto'), which splits each batch until it fits, or a smaller batch with"
     " more gradient_accumulation_steps; Trainer(evaluation_batch_size=...) in an evaluation; activation"
@@ -51,35 +47,12 @@ WHAT_HELPS = (
 """Advice for a run that is out of memory."""
 
 
-def as_memory(spec: Mapping[str, Any] | MemoryConfig | None) -> MemoryConfig:
-    if spec is None or isinstance(spec, MemoryConfig):
-        return spec or NOTHING
-    if not isinstance(spec, Mapping):
+def check_memory(spec: Mapping[str, Any] | MemoryConfig | None, strategy: Strategy) -> MemoryConfig:
+    """Return a user's `memory` option as a configuration, checked against the strategy."""
+    if not isinstance(spec, (Mapping, MemoryConfig, type(None))):
         raise ConfigError(f"memory is a MemoryConfig, a mapping of its options, or None, not {spec!r}")
-    return MemoryConfig(**spec)
-
-
-def check_memory(config: MemoryConfig, strategy: Strategy) -> None:
-    """Check that the strategy allows the options."""
+    config = spec if isinstance(spec, MemoryConfig) else MemoryConfig(**(spec or {}))
     if config.activation_checkpointing:
         asked = "MemoryConfig(activation_checkpointing=...)"
         check_supported(strategy, "recomputation", asked, "Use another, such as 'ddp'")
-
-
-class MemoryInUse:
-    """The memory options in use in one run."""
-
-    def __init__(self, spec: Mapping[str, Any] | MemoryConfig | None, strategy: Strategy) -> None:
-        self._config = as_memory(spec)
-        check_memory(self._config, strategy)
-        self._in_use: list[Recomputation] = []
-
-    def add(self, model: nn.Module) -> None:
-        """Make a model's blocks recompute; before it is sharded or wrapped, and after it is compiled."""
-        if self._config.activation_checkpointing:
-            self._in_use.append(Recomputation(model, self._config.activation_checkpointing))
-
-    def release(self) -> None:
-        in_use, self._in_use = self._in_use, []
-        for each in in_use:
-            each.remove()
+    return config

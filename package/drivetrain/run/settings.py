@@ -17,7 +17,7 @@ from drivetrain.core.int_schedule import IntSchedule, most
 from drivetrain.core.intervals import Every, Interval
 from drivetrain.core.types import Logger
 from drivetrain.core.validation import check_no_class
-from drivetrain.engine.memory import MemoryConfig, as_memory, check_memory
+from drivetrain.engine.memory import MemoryConfig, check_memory
 from drivetrain.loggers.base import check_loggers
 from drivetrain.run.preemption import PreemptionConfig, as_preemption
 from drivetrain.run.setting_checks import CHECKS, check_micro_batch, check_on_nonfinite
@@ -125,7 +125,7 @@ class RunSettings:
         check_on_nonfinite(self.on_nonfinite, strategy)
         _check_value_clipping(self.max_grad_value, strategy)
         check_strategy_settings(self, strategy, self.batch_size)
-        check_memory(as_memory(self.memory), strategy)
+        check_memory(self.memory, strategy)
         check_callbacks(self, strategy)
 
     def select_strategy(self) -> Strategy:

@@ -188,14 +188,6 @@ def test_a_rank_that_sends_no_message_is_lost_and_not_called_killed(job: Job) ->
     assert "killed" not in str(job.monitor.cause)
 
 
-def test_a_rank_that_joins_after_a_failure_is_told_its_cause(alone: Job) -> None:
-    alone.join(0)
-    cause = Cause("error", 0, "step 7", "ValueError: boom")
-    alone.say(0, "cause", cause=cause.to_json())
-    alone.join(1)
-    assert Cause.from_json(alone.hears(1, "cause")["cause"]) == cause
-
-
 LOST = Cause("consequence", 0, "step 7", "RuntimeError: gloo: connection reset").to_json()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from drivetrain import CompileConfig, FSDPConfig, LambdaCallback, MemoryConfig, OptimizerConfig
-from drivetrain.strategies.transforms.recompute import Recomputation
+from drivetrain.strategies.transforms.recompute import forget, recompute
 
 SIZE = 6
 AGAIN = MemoryConfig(activation_checkpointing=True)
@@ -103,10 +103,9 @@ def gradients(kind: type[nn.Module], again: bool, backward: Callable[[nn.Module,
     random.seed(0)
     np.random.seed(0)
     task = Deep(kind)
-    taken = Recomputation(task, "full") if again else None
+    recompute(task, "full" if again else False)
     backward(task, batches()[1])
-    if taken is not None:
-        taken.remove()
+    forget(task)
     return [each.grad.tolist() for each in task.parameters()], state(task)
 
 

@@ -56,7 +56,7 @@ from drivetrain.strategies.meta_device import (
 )
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.sparse import refuse_sparse
-from drivetrain.strategies.transforms.recompute import Recomputation, RecomputeOption, chosen_blocks
+from drivetrain.strategies.transforms.recompute import RecomputeOption, chosen_blocks, recompute
 from drivetrain.strategies.unused import ShardOrder
 from drivetrain.strategies.wrapping import (
     around,
@@ -300,11 +300,11 @@ class FSDP(Strategy):
 
         if values is None:
             splitting.split(task)
-            Recomputation(task, config.activation_checkpointing)
+            recompute(task, config.activation_checkpointing)
             for part in parts:
                 shard(part)
         else:
-            Recomputation(task, config.activation_checkpointing)
+            recompute(task, config.activation_checkpointing)
             values.run(parts, self.device, self.world_size, shard)
             splitting.split(task)
         fully_shard(module, ignored_params=parameters_named(task, whole), **{**options, **kept})

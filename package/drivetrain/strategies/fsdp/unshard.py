@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from drivetrain.strategies.module_hooks import HookSnapshot
-from drivetrain.strategies.transforms.recompute import forget
 
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_distribute_module_applied")
 """Attributes that torch sets on modules that it has sharded or split."""
@@ -41,7 +40,6 @@ class OriginalModules:
                     module._parameters[name] = _gathered(parameter, whole)
             hooks.remove_others("torch.distributed")
             hooks.remove_others(__package__)
-            forget(module)
             _module_state_mapping.pop(module, None)
             for key in (STATE_KEY, REGISTRY_KEY, *_MARKS):
                 vars(module).pop(key, None)

@@ -63,19 +63,23 @@ def as_recompute_option(owner: str, again: object) -> RecomputeOption:
     return tuple(each if isinstance(each, str) else each.__name__ for each in given)
 
 
-def recompute(blocks: Sequence[nn.Module], again: RecomputeOption) -> None:
-    """Recompute these modules in backward.
+def recompute(model: nn.Module, again: RecomputeOption) -> None:
+    """Recompute a model's blocks in backward, until `forget`; before it is sharded, and once it is compiled.
 
     Args:
-        again: "selective" and a policy keep the results of some operations; anything else keeps none.
+        again: "selective" and a policy keep the results of some operations; anything else keeps none. False
+            recomputes nothing.
     """
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    if not again:
+        return
 
     contexts: Contexts | None = None
     policy: Any = [getattr(torch.ops.aten, name).default for name in _KEPT] if again == "selective" else again
     if again == "selective" or callable(again):
         contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    for block in blocks:
+    for block in chosen_blocks(model, again):
         compiled = compiled_forward(block)
         if compiled is None:
             Recomputed(block, contexts)
@@ -120,23 +124,12 @@ def _blocks_named(model: nn.Module, again: Sequence[str]) -> list[nn.Module]:
     return found
 
 
-class Recomputation:
-    """Recomputation of a model's blocks, if any, until `remove`."""
-
-    def __init__(self, model: nn.Module, again: RecomputeOption) -> None:
-        self.blocks = chosen_blocks(model, again) if again else []
-        recompute(self.blocks, again)
-
-    def remove(self) -> None:
-        for block in self.blocks:
-            forget(block)
-
-
-def forget(module: nn.Module) -> None:
-    """Revert a module, if it is recomputed."""
-    forward = vars(module).get("forward")
-    if isinstance(forward, Recomputed):
-        forward.remove()
+def forget(model: nn.Module) -> None:
+    """Revert the modules of a model that are recomputed."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, Recomputed):
+            forward.remove()
 
 
 class RecomputingCall:
