@@ -21,24 +21,6 @@ from drivetrain import ConfigError, DataError, Engine, LambdaCallback, Optimizer
 PACKAGE = str(Path(drivetrain.__file__).parent)
 
 
-def test_three_steps_equal_three_by_hand() -> None:
-    """With momentum, accumulation, and clipping by the norm: each step begins with gradients of zero."""
-    task = Regression(OptimizerConfig("sgd", lr=0.05, momentum=0.9))
-    hand, batches = Regression(), list(pairs(12))
-    result = quiet(max_epochs=1, gradient_accumulation_steps=2, max_grad_norm=0.5).fit(task, batches)
-    assert result.progress.steps == 3
-    optimizer = torch.optim.SGD(hand.parameters(), lr=0.05, momentum=0.9)
-    for first, second in zip(batches[::2], batches[1::2], strict=True):
-        loss = (F.mse_loss(hand(first[0]), first[1]) + F.mse_loss(hand(second[0]), second[1])) / 2
-        optimizer.zero_grad()
-        loss.backward()
-        assert torch.nn.utils.clip_grad_norm_(hand.parameters(), 0.5) > 0.5, "it is clipped"
-        optimizer.step()
-    for name, value in hand.state_dict().items():
-        torch.testing.assert_close(task.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
-    assert all(each.grad is None for each in task.parameters())
-
-
 def is_ours(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
 

@@ -79,11 +79,6 @@ def test_the_note_of_an_error_says_where_the_run_stood() -> None:
         with pytest.raises(RuntimeError) as caught:
             call()
         assert all(each in caught.value.__notes__[0] for each in words)
-    norm = torch.nn.BatchNorm1d(4)
-    normed = variant(inputs=lambda self, batch: norm(batch[0]))()
-    with pytest.raises(ValueError, match="more than 1 value per channel") as one_sample:
-        quiet(max_epochs=1).fit(normed, pairs(5))
-    assert any("Use DataLoader(..., drop_last=True)" in note for note in one_sample.value.__notes__)
 
     def batches() -> Any:
         yield from list(pairs())[:2]

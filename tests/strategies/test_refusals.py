@@ -27,7 +27,6 @@ from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.registry import XLA
-from drivetrain.strategies.select import OURS
 from drivetrain.strategies.wrapping import ignored_names, units
 from drivetrain.testing.strategies.tasks import Tokens
 
@@ -36,7 +35,6 @@ ONE_GPU, FOUR_GPUS, EIGHT_GPUS = Hardware(cuda=1), Hardware(cuda=4), Hardware(cu
 TORCHRUN = ProcessEnvironment("torchrun", 0, 2, 0, 2)
 ALONE = ProcessEnvironment("torchrun", 0, 1, 0, 1)
 SLURM = ProcessEnvironment("slurm", 0, 8, 0, 4)
-STARTED = ProcessEnvironment(OURS, 0, 2, 0, 2)
 
 
 def chosen(spec: Any, hardware: Hardware = EIGHT_GPUS, *others: Any) -> Any:
@@ -50,12 +48,11 @@ def test_choice_refusals() -> None:
     assert_refused(
         StrategyError,
         {
-            "launcher, other total": (lambda: on_gpus(TORCHRUN, 4), "torchrun has started 2", "devices=4"),
+            "launcher, other total": (lambda: on_gpus(TORCHRUN, 4), "started as 2 processes", "devices=4"),
             "nodes": (lambda: on_gpus(SLURM, 4, 3), "8 processes, 4 on this", "num_nodes=3"),
             "auto on nodes": (lambda: on_gpus(SLURM, "auto", 3), "devices='auto' and num_nodes=3"),
             "single": (chosen("single", EIGHT_GPUS, TORCHRUN), "runs 1 process on cuda", "start one"),
-            "second run": (lambda: on_gpus(STARTED, 1), "the first run of this program", "in every run"),
-            "too few GPUs": (chosen("auto", FOUR_GPUS, None, 8), "sees 4 GPUs", "at most devices=4"),
+            "too few GPUs": (chosen("auto", FOUR_GPUS, None, 8), "one sees 4 GPUs", "at most devices=4"),
             "idle TPU": (chosen("ddp", TPU), "TPU idle", "4 TPU chips", "'xla'", "'cpu'"),
             "several on XLA": (chosen("xla", LAPTOP, None, 2), "process on xla", "use 'xla_fsdp'"),
             "no CUDA": (chosen("cuda", MAC), "has no CUDA GPUs and Metal", "strategy='auto'"),

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from drivetrain import AccelerateConfig, DeepSpeedConfig, Engine, StrategyError, Trainer
-from drivetrain.distributed.launch.children import PARENT
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
 from drivetrain.strategies import Choice, Hardware, SingleDevice, choose, select_precision, select_strategy
 from drivetrain.strategies.accelerate.launcher import Request
@@ -17,7 +16,6 @@ LAPTOP, MAC, TPU = Hardware(), Hardware(mps=True), Hardware(tpu=4)
 ONE_GPU, FOUR_GPUS, EIGHT_GPUS = Hardware(cuda=1), Hardware(cuda=4), Hardware(cuda=8)
 GPU_BESIDE_TPU = Hardware(cuda=1, tpu=4)
 FULL = as_precision("32")
-TWO = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
 def torchrun(size: int, nodes: int = 1, rank: int = 0) -> ProcessEnvironment:
@@ -97,13 +95,6 @@ def test_configuration_chooses_its_strategy() -> None:
     assert (type(made), made.config, made.world_size) == (DDP, config, 2)
     made = selected(AccelerateConfig(options={"cpu": True}), 2, FOUR_GPUS)
     assert (made.name, made.device.type, made.world_size) == ("accelerate", "cpu", 2)
-
-
-def test_processes_of_this_program_are_not_called_a_launchers() -> None:
-    with pytest.raises(StrategyError, match="the first run of this program has started 2 processes"):
-        selected("cpu", 1, **TWO, **{PARENT: "1"})
-    with pytest.raises(StrategyError, match="torchrun has started 2 processes"):
-        selected("cpu", 1, **TWO)
 
 
 def test_accelerate_launch_request_counts_for_auto_alone() -> None:

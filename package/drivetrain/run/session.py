@@ -185,19 +185,11 @@ def _restore_task(run: Run) -> None:
     run.engine.strategy.restore()
 
 
-_SHARDED = (
-    "the model's weights are sharded: in a hook call the model inside `with run.gathered():`, and read a"
-    " weight by run.full_tensor(weight)"
+_OF_SHARDS = (
+    "got mixed torch.Tensor and DTensor",
+    "FSDP requires running forward through the root module first",
 )
-_HINTS = {
-    "got mixed torch.Tensor and DTensor": _SHARDED,
-    "FSDP requires running forward through the root module first": _SHARDED,
-    "Expected more than 1 value per channel": "batch norm cannot train on one sample; the last batch of an"
-    " epoch may have no more. Use DataLoader(..., drop_last=True), other batch sizes, or group norm",
-    "backward through the graph a second time": "the loss depends on a graph that a backward has freed: a"
-    " tensor kept from an earlier batch needs .detach(), and a step must not run backward itself",
-}
-"""What to say to errors of torch, by their words."""
+"""Words of torch's errors for a hook that takes a shard for a weight."""
 
 
 def _report(settings: RunSettings, run: Run, error: BaseException) -> None:
@@ -206,9 +198,11 @@ def _report(settings: RunSettings, run: Run, error: BaseException) -> None:
     group = summary(error) if isinstance(error, BaseExceptionGroup) else ""
     locations = (group, _in_task(run.task, error), _where(run))
     error.add_note(shown(f"drivetrain: {', '.join(filter(None, locations))}"))
-    for words, hint in _HINTS.items():
-        if words in str(error):
-            error.add_note(f"drivetrain: {hint}")
+    if any(words in str(error) for words in _OF_SHARDS):
+        error.add_note(
+            "drivetrain: the model's weights are sharded: in a hook call the model inside `with"
+            " run.gathered():`, and read a weight by run.full_tensor(weight)"
+        )
     _call_on_exception(run)  # ends a save in the background
     if run.last_checkpoint is not None:
         newest = as_given(settings, run.last_checkpoint) or run.last_checkpoint

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,17 +18,8 @@ from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.registry import BUILT_IN, DEVICES, STRATEGIES, XLA, configure, named
 from drivetrain.strategies.single import SingleDevice
 
-OURS = "drivetrain"
-"""The launcher's name in processes that this program itself has started."""
-
 ONE_PROCESS = ("single", "mps", "xpu")
 """Names of strategies that never run several processes."""
-
-_TO_EVALUATE = (
-    ". An evaluation does not need a single process: on several each sample counts once, and all get the same"
-    " numbers. With strategy=drivetrain.strategies.SingleDevice('cpu') each process evaluates everything"
-)
-"""Advice for a program that runs as several processes and asks for one, usually to evaluate."""
 
 
 class Choice(NamedTuple):
@@ -88,10 +78,10 @@ def choose(
     kind = _device_kind(name, request.device, hardware)
     local, total = _processes(name, kind, hardware, environment, devices, num_nodes)
     if total > 1 and (name in ONE_PROCESS or kind in ("mps", "xpu", "xla")):
-        raise _only_one(name, kind, environment, devices, num_nodes, total)
+        raise _only_one(name, kind, total)
     # Each process of a launcher that has started one per GPU sees all GPUs: see `join`.
     if kind == "cuda" and local > hardware.cuda:
-        raise _too_few_gpus(hardware, environment, local)
+        raise _too_few_gpus(hardware, local)
     return Choice(_resolved(name, kind, hardware, total), kind, local, total, config)
 
 
@@ -186,12 +176,6 @@ def _make(
 ) -> Strategy:
     variables = os.environ if environment is None else environment
     found = detect(variables)
-    if found is not None:
-        from drivetrain.distributed.launch.children import PARENT
-        from drivetrain.distributed.launch.programs import launched
-
-        if launched() is not None or PARENT in variables:
-            found = dataclasses.replace(found, launcher=OURS)
     request = _request(spec, variables, precision)
     if isinstance(spec, str) and spec in XLA:  # report a missing torch_xla before anything else
         _check_available(spec, hardware)
@@ -304,38 +288,26 @@ def _check_launcher(environment: ProcessEnvironment, devices: int | str, num_nod
         fits = num_nodes in (1, environment.num_nodes)
     if fits:
         return
-    who = "the first run of this program" if environment.launcher == OURS else environment.launcher
     raise StrategyError(
-        f"{who} has started {_counted(total)}, {local} on this machine, but devices={devices!r} and"
+        f"this program was started as {_counted(total)}, {local} on this machine, but devices={devices!r} and"
         f" num_nodes={num_nodes} ask for another number. Leave both out to use these processes in every run,"
-        f" or start as many as are asked for{_TO_EVALUATE if devices == 1 else ''}"
+        " also for an evaluation, or start as many as are asked for"
     )
 
 
-def _only_one(
-    name: str,
-    kind: str,
-    environment: ProcessEnvironment | None,
-    devices: int | str,
-    num_nodes: int,
-    total: int,
-) -> StrategyError:
-    who = f"devices={devices!r} on {num_nodes} node(s) asks for {total}"
-    if environment is not None:
-        who = f"{environment.launcher} has started {total}"
+def _only_one(name: str, kind: str, total: int) -> StrategyError:
     other = "'ddp' or 'fsdp' for several processes"
     if kind != "cuda":
         other = "'xla_fsdp' for all XLA devices of one process, or strategy='cpu' for several on the CPU"
     return StrategyError(
-        f"strategy {name!r} runs 1 process on {kind}, but {who}. Leave devices out and start one process, or"
-        f" use {other}{'' if environment is None else _TO_EVALUATE}"
+        f"strategy {name!r} runs 1 process on {kind}, not {total}. Leave devices out and start one process,"
+        f" or use {other}"
     )
 
 
-def _too_few_gpus(hardware: Hardware, environment: ProcessEnvironment | None, local: int) -> StrategyError:
-    who = "devices asks for" if environment is None else f"{environment.launcher} has started"
+def _too_few_gpus(hardware: Hardware, local: int) -> StrategyError:
     return StrategyError(
-        f"{who} {local} processes on this machine, one per GPU, but this process sees {hardware.cuda}"
+        f"{local} processes on this machine need a GPU each, but this one sees {hardware.cuda}"
         f" GPU{'' if hardware.cuda == 1 else 's'}. Use at most devices={hardware.cuda}, or strategy='cpu'. A"
         " launcher starts one process per GPU, and each must see all GPUs of its machine (SLURM:"
         " --gpus-per-node instead of --gpus-per-task)"

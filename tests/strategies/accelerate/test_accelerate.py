@@ -151,14 +151,12 @@ def test_accelerate_config_refusals() -> None:
         "DeepSpeed": (of({"deepspeed_plugin": object()}), "DeepSpeedConfig(config=...)"),
         "Megatron": (of({"megatron_lm_plugin": object()}), "FSDPConfig(tensor_parallel=...)"),
         "compile": (of({"dynamo_backend": "inductor"}), "give Trainer(compile=True)"),
-        "option": (of({"step_scheduler_with_optimiser": True}), "'step_scheduler_with_optimizer'"),
         "plugin": (of({"fsdp_plugin": object()}), "give Trainer(strategy=FSDPConfig(...))"),
         "accelerator": (
             lambda: Trainer(max_epochs=1, strategy=like),
             "options=...) with its",
         ),
         "fp8": (fitted(mixed_precision="fp8"), "mixed_precision='fp8'", "'no', 'bf16'"),
-        "placement": (fitted(device_placment=True), "no option 'device_placment'"),
         "group": (fitted(kwargs_handlers=[group]), "AccelerateConfig(timeout=..."),
         "steps": (of({"gradient_accumulation_steps": 4}), "Trainer(gradient_accumulation_steps=...)"),
         "variable": (
@@ -170,7 +168,7 @@ def test_accelerate_config_refusals() -> None:
         "file's plugin": (file("zero.yaml", "distributed_type: DEEPSPEED\n"), "DeepSpeedConfig(config"),
         "plugin's handlers": (sharded(kwargs_handlers=[group]), "no effect with the FSDP plugin"),
         "plugin's precision": (sharded(precision="32"), "mixed_precision='bf16'; give"),
-        "no file": (file("none.yaml"), "the file does not exist"),
+        "no file": (file("none.yaml"), "cannot be read"),
         "key": (file("key.yaml", f"{alone}unknown: 1\n"), "cannot be read", "unknown"),
     }
     assert_refused((ConfigError, StrategyError), cases)

@@ -202,7 +202,7 @@ def _refused() -> None:
             "engine has one",
         ),
         "unused in stage 3": (of(extended(spare=nn.Linear(2, 2)), 3), unused, "of an earlier step"),
-        "orthogonal": (of(extended(OptimizerConfig("muon", lr=0.1)), 2), "Muon works on whole matrices. Use"),
+        "orthogonal": (of(extended(OptimizerConfig("muon", lr=0.1)), 2), "Muon is not known to compute"),
         "own": (of(extended(own), 0), "FusedAdam is DeepSpeed's own, and its state fits no other strategy"),
         **{
             f"unused in stage {stage}": (of(extended(spare=nn.Linear(2, 2)), stage), unused)

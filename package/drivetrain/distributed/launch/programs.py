@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -70,8 +69,6 @@ def ensure_ranks(local_world_size: int, num_nodes: int = 1) -> ProcessEnvironmen
     asked = local_world_size * num_nodes
     found = detect(os.environ)
     if found is not None:
-        is_ours = _launched is not None or PARENT in os.environ
-        found = replace(found, launcher="drivetrain") if is_ours else found
         _check_size(found, local_world_size, num_nodes)
         if PARENT in os.environ and not _followed:
             _followed = True
@@ -139,7 +136,7 @@ def _is_notebook() -> bool:
 def _check_size(found: ProcessEnvironment, local_world_size: int, num_nodes: int) -> None:
     if found.world_size != local_world_size * num_nodes:
         raise StrategyError(
-            f"{found.launcher} has started {found.world_size} processes, but devices={local_world_size} and"
+            f"this program was started as {found.world_size} processes, but devices={local_world_size} and"
             f" num_nodes={num_nodes} ask for {local_world_size * num_nodes}. Give the same number everywhere,"
             " or start as many as are asked for"
         )

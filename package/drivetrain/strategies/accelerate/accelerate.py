@@ -202,10 +202,7 @@ def _made(config: AccelerateConfig, mixed_precision: str, member: Member) -> Any
     from accelerate import Accelerator
 
     options = {**config.options, "cpu": member.device.type == "cpu", "mixed_precision": mixed_precision}
-    try:
-        made = Accelerator(**options)
-    except (TypeError, ValueError, ImportError) as error:
-        raise ConfigError(f"accelerate refuses the options of strategy 'accelerate': {error}") from error
+    made = Accelerator(**options)
     if made.init_handler is not None:
         raise ConfigError(
             "InitProcessGroupKwargs has no effect, because the process group exists before the Accelerator:"

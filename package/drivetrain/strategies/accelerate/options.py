@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from drivetrain.core.errors import ConfigError, MissingDependencyError, StrategyError
-from drivetrain.core.files import check_path
-from drivetrain.core.validation import by_name, check_names, keywords
+from drivetrain.core.validation import by_name
 from drivetrain.strategies.accelerate.launcher import Request, check_variables, fsdp_options, is_on
 from drivetrain.strategies.base import installed
 from drivetrain.strategies.checks import check_options
@@ -67,15 +65,9 @@ class AccelerateConfig:
     def __post_init__(self) -> None:
         """Check each option."""
         check_options(self, ("timeout",), ())
-        if not isinstance(self.options, Mapping):
-            raise ConfigError(
-                "AccelerateConfig(options=...) must be a mapping of arguments of accelerate.Accelerator, not"
-                f" {self.options!r}"
-            )
         for name in self.options:
             if name in _OPTIONS:
                 raise ConfigError(f"AccelerateConfig(options={{{name!r}: ...}}): {_OPTIONS[name]}")
-        _check_arguments(self.options)
 
     @property
     def asked_precision(self) -> str | None:
@@ -84,14 +76,6 @@ class AccelerateConfig:
             return None
         word = asked(self, {}).mixed_precision
         return None if word is None else PRECISIONS[word]
-
-
-def _check_arguments(options: Mapping[str, Any]) -> None:
-    """Check the arguments of an Accelerator, as far as possible before it is constructed."""
-    if options and installed("accelerate", "accelerate"):
-        from accelerate import Accelerator
-
-        check_names("AccelerateConfig(options=...)", options, keywords(Accelerator))
 
 
 class Asked(NamedTuple):
@@ -177,9 +161,6 @@ def _read(path: str | os.PathLike[str]) -> dict[str, str]:
         raise MissingDependencyError("accelerate", "accelerate", "AccelerateConfig(config_file=...)")
     from accelerate.commands.config.config_args import load_config_from_file
 
-    check_path(path)
-    if not Path(path).is_file():
-        raise ConfigError(f"AccelerateConfig(config_file={str(path)!r}): the file does not exist")
     try:
         config = load_config_from_file(str(path))
     except Exception as error:  # includes those of the YAML library

@@ -33,8 +33,6 @@ _ELEMENTWISE = frozenset(
 )
 """Elementwise optimizers: the step of a number depends only on its own gradients and state."""
 
-_OF_MATRICES = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP"})
-"""Optimizers that depend on a parameter's shape."""
 
 _connected: Any = None
 
@@ -151,12 +149,9 @@ def check_optimizer(optimizer: Optimizer, allowed: bool) -> None:
     unknown = [name for name in (type(each).__name__ for each in parts) if name not in _ELEMENTWISE]
     if not unknown:
         return
-    name = unknown[0]
-    others = f"Allowed are {', '.join(sorted(_ELEMENTWISE))}"
-    given = "DeepSpeed concatenates parameters to flat pieces for the optimizer, and"
-    if name in _OF_MATRICES:
-        raise ConfigError(f"{given} {name} works on whole matrices. Use strategy 'ddp' with it. {others}")
     raise ConfigError(
-        f"{given} {name} is not known to compute the same on flat pieces. {others}; if {name} is elementwise,"
-        ' give DeepSpeedConfig(config={"zero_allow_untested_optimizer": True})'
+        "DeepSpeed concatenates parameters to flat pieces for the optimizer, and"
+        f" {unknown[0]} is not known to compute the same on them. Allowed are"
+        f" {', '.join(sorted(_ELEMENTWISE))}; any with strategy 'ddp'. If {unknown[0]} is elementwise, give"
+        ' DeepSpeedConfig(config={"zero_allow_untested_optimizer": True})'
     )
