@@ -48,9 +48,6 @@ def read_runs(paths: Sequence[str]) -> list[RunRecord]:
     """Read runs; a directory without a ledger stands for the runs below it."""
     ledgers = [read_ledger(run) for each in paths for run in _runs_at(Path(each))]
     directories = [each.directory.resolve() for each in ledgers]
-    for directory in directories:
-        if directories.count(directory) > 1:
-            raise ConfigError(f"the run {str(directory)!r} is given twice")
     return [
         RunRecord(name, ledger, _flat(_settings(ledger.directory)))
         for name, ledger in zip(_names(directories), ledgers, strict=True)

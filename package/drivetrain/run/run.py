@@ -286,8 +286,6 @@ class Run(RunState):
                 f"run.log({name!r}, ...) takes a number or a value of drivetrain.loggers, not a"
                 f" {type(value).__name__}. {advice(value)}"
             ) from None
-        except OverflowError:
-            raise ConfigError(f"run.log({name!r}, ...) was given a number that is too large") from None
         (self.logged if self._logging else self._values)[name] = number
 
     def log_media(self, media: Mapping[str, Any]) -> None:

@@ -99,7 +99,7 @@ def find_batch_size(
         return found is not None and (limit is None or found <= limit)
 
     below, above = 0, upper + 1  # the largest that fits, and the smallest that does not
-    size = _first_size(settings, upper)
+    size = min(upper, at_start(settings.batch_size) or _FEWEST)
     while above - below > 1:
         if fits(size):
             below = size
@@ -125,10 +125,6 @@ def _limit(memory: int | str | None, strategy: Strategy) -> int | None:
             f"find_batch_size on {where} when memory runs out: give a limit, such as memory='4 GiB'"
         )
     return None
-
-
-def _first_size(settings: Settings, upper: int) -> int:
-    return min(upper, at_start(settings.batch_size) or _FEWEST)
 
 
 def _is_indexed(data: Any) -> bool:

@@ -163,7 +163,6 @@ class Compilation:
             function = _function(f"{kind.__name__}_forward")
             self._functions[kind] = torch.compile(function, **self._config.arguments())
         compiled = Compiled(module, name, self._functions[kind], self._config)
-        vars(module)["forward"] = compiled
         self._installed.append(compiled)
         self.parts[kind.__name__] = self.parts.get(kind.__name__, 0) + 1
 
@@ -196,13 +195,36 @@ def makes_graphs(config: CompileConfig) -> bool:
     return config.mode in _WITH_GRAPHS or bool(options.get("triton.cudagraphs"))
 
 
-class Compiled:
+class Replacement:
+    """A forward that replaces a module's original one.
+
+    The forward is replaced, not the call, so that hooks on the module run once and names do not change.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._own = module, vars(module).get("forward")
+        self._forward = module.forward
+        vars(module)["forward"] = self
+
+    def remove(self) -> None:
+        """Revert the module."""
+        if vars(self._module).get("forward") is self:
+            del vars(self._module)["forward"]
+            if self._own is not None:
+                vars(self._module)["forward"] = self._own
+
+    def __reduce__(self) -> Any:
+        # A copy of the module is an ordinary one; otherwise it would compute with this one's parameters.
+        return getattr, (self._module, "forward")
+
+
+class Compiled(Replacement):
     """A compiled forward that replaces a module's original one."""
 
     def __init__(
         self, module: nn.Module, name: str, function: Callable[..., Any], config: CompileConfig
     ) -> None:
-        self._module = module
+        super().__init__(module)
         self._name = name
         self._function = function
         self._config = config
@@ -227,14 +249,6 @@ class Compiled:
         From outside, the operations within the compiled code could not be told apart.
         """
         self._around = again
-
-    def remove(self) -> None:
-        if vars(self._module).get("forward") is self:
-            del vars(self._module)["forward"]
-
-    def __reduce__(self) -> Any:
-        # A copy of the module is not compiled; otherwise it would compute with this one's parameters.
-        return getattr, (self._module, "forward")
 
 
 def compiled_forward(module: nn.Module) -> Compiled | None:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from drivetrain.core.devices import has_values
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.random_streams import HostDraws, shielded
-from drivetrain.strategies.transforms.compile import compiled_forward
+from drivetrain.strategies.transforms.compile import Replacement, compiled_forward
 from drivetrain.strategies.wrapping import named_blocks
 from drivetrain.task.blocks import is_called, repeated_blocks
 
@@ -184,31 +184,15 @@ def _register_with_compiler() -> None:
     torch.compiler.substitute_in_graph(_run)(_traced)
 
 
-class Recomputed:
-    """A forward that is recomputed in backward and replaces a module's original one.
-
-    The forward is replaced, not the call, so that hooks on the module run once and names do not change.
-    """
+class Recomputed(Replacement):
+    """A forward that is recomputed in backward and replaces a module's original one."""
 
     def __init__(self, module: nn.Module, contexts: Contexts | None = None) -> None:
-        self._module = module
-        self._own: Callable[..., Any] | None = vars(module).get("forward")
-        self._forward = module.forward
+        super().__init__(module)
         self._again = RecomputingCall(module, contexts)
-        vars(module)["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._again(self._forward, args, kwargs)
-
-    def remove(self) -> None:
-        if vars(self._module).get("forward") is self:
-            del vars(self._module)["forward"]
-            if self._own is not None:
-                vars(self._module)["forward"] = self._own
-
-    def __reduce__(self) -> Any:
-        # A copy of the module is an ordinary one; otherwise it would compute with this one's parameters.
-        return getattr, (self._module, "forward")
 
 
 def _none() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
