@@ -178,7 +178,7 @@ def test_refusals_of_the_engine() -> None:
         },
         "a tensor of tokens": (fit(tokens=torch.ones(2)), "tokens gave a tensor of shape (2,)"),
         "strategy": (lambda: Engine("cpuu"), "Did you mean 'cpu'"),
-        "two devices": (lambda: Engine("single", devices=2), "devices=2"),
+        "two devices": (lambda: Engine("single", devices=2), "on cpu, not 2"),
         "meta": (
             lambda: quiet(max_epochs=1).fit(Regression().to("meta"), pairs()),
             "has no values",

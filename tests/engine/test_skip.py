@@ -22,7 +22,6 @@ from drivetrain.core.errors import ConfigError, NonFiniteError, StrategyError
 from drivetrain.engine.buffers import KeptBuffers
 from drivetrain.engine.skip import all_finite
 from drivetrain.run.nonfinite import IN_A_ROW
-from drivetrain.run.setting_checks import check_on_nonfinite
 from drivetrain.strategies import STRATEGIES
 from drivetrain.strategies.single import SingleDevice
 
@@ -164,13 +163,12 @@ def test_refusals_of_skipping(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.fit(Fragile(), marked(in_batches([GOOD, *[NAN] * (IN_A_ROW - 1), GOOD, NAN], 2), 2))
     row, none = (marked(in_batches(marks, 2), 2) for marks in ([GOOD, *[NAN] * IN_A_ROW], [NAN] * 3))
     kind: Any = object.__new__(STRATEGIES["deepspeed"])
-    check_on_nonfinite("stop", kind)
+    assert kind.refuses("skipping")
     monkeypatch.setattr(SingleDevice, "refusals", {})  # as of another package's strategy
     assert quiet()
     cases: dict[str, tuple[Any, ...]] = {
         "no such choice": (lambda: quiet(on_nonfinite="skp"), "'skp'", "'skip'"),
         "a strategy of another package": (skipping, "strategy 'single'"),
-        "deepspeed": (lambda: check_on_nonfinite("skip", kind), "on_nonfinite='skip'"),
         "a row": (lambda: trainer.fit(Fragile(), row), f"tried {IN_A_ROW} times"),
         "every step": (lambda: trainer.fit(Fragile(), none), "all 3 steps", "nothing was trained"),
     }

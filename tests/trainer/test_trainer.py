@@ -209,5 +209,3 @@ def test_a_result_is_plotted_and_a_fit_ends_with_how_to_see_its_curves(
     assert lines.keys() == {"train/loss", "validation/loss"}
     with pytest.raises(ConfigError, match=r"no value 'train/los' was logged.*train/loss"):
         result.plot("train/los")
-    with pytest.raises(ConfigError, match=r"plot\('train/loss', 'lr'\), not \["):
-        result.plot(["train/loss"])

@@ -118,8 +118,7 @@ def _check_first_step(run: Run, result: StepResult) -> None:
 
 
 def _train_step(run: Run) -> Callable[[Sequence[MicroBatch]], StepResult]:
-    splitter = run.engine.splitter
-    return run.engine.train_step if splitter is None else splitter.train_step
+    return (run.engine.splitter or run.engine).train_step
 
 
 def _end(run: Run, left: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.assets import checked_assets
 from drivetrain.checkpoint.saving.config import as_policies
-from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.errors import ConfigError
 from drivetrain.core.files import check_path
 from drivetrain.core.int_schedule import number_or_schedule
 from drivetrain.core.intervals import Every
@@ -28,7 +28,6 @@ BARS: Registry[Any] = Registry(
 )
 """Classes of progress bars by name; `of_run()` of those that are not tqdm's returns the class for one run."""
 
-_ON_NONFINITE = ("raise", "skip", "stop")
 
 _LONGEST_NAME = 200
 """The bytes of a run's name: with the time behind it, a directory's name may have 255."""
@@ -212,21 +211,11 @@ CHECKS: Mapping[str, Check] = {
     "train_metrics": flag,
     "progress_bar": _progress_bar,
     "callbacks": lambda _, value: checked_callbacks(value),
+    "on_nonfinite": partial(one_of, allowed=("raise", "skip", "stop")),
     "on_save_error": partial(one_of, allowed=("raise", "warn")),
     "hang_timeout": duration,
 }
 """The arguments that are checked by themselves. The strategy checks the others."""
-
-
-def check_on_nonfinite(choice: object, strategy: Strategy) -> None:
-    if not isinstance(choice, str) or choice not in _ON_NONFINITE:
-        raise ConfigError(f"on_nonfinite={choice!r}. {nearest(str(choice), _ON_NONFINITE)}")
-    if choice == "skip":
-        check_skipping("on_nonfinite='skip'", strategy)
-
-
-def check_skipping(asked: str, strategy: Strategy) -> None:
-    check_supported(strategy, "skipping", asked, "Use on_nonfinite='stop', or strategy 'ddp' or 'fsdp'")
 
 
 def check_outputs(strategy: Strategy, what: str) -> None:

@@ -20,7 +20,7 @@ from drivetrain.core.validation import check_no_class
 from drivetrain.engine.memory import MemoryConfig, check_memory
 from drivetrain.loggers.base import check_loggers
 from drivetrain.run.preemption import PreemptionConfig, as_preemption
-from drivetrain.run.setting_checks import CHECKS, check_micro_batch, check_on_nonfinite
+from drivetrain.run.setting_checks import CHECKS, check_micro_batch
 from drivetrain.strategies import SharedSettings, Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.strategies.base import check_supported
 from drivetrain.strategies.precision.base import Precision
@@ -122,11 +122,16 @@ class RunSettings:
         check_compile(self.compile, strategy)
         _check_graphs(self)
         check_micro_batch(self.micro_batch, strategy)
-        check_on_nonfinite(self.on_nonfinite, strategy)
-        _check_value_clipping(self.max_grad_value, strategy)
+        if self.on_nonfinite == "skip":
+            instead = "Use on_nonfinite='stop', or strategy 'ddp' or 'fsdp'"
+            check_supported(strategy, "skipping", "on_nonfinite='skip'", instead)
+        if self.max_grad_value is not None:
+            instead = "Use max_grad_norm, or strategy 'ddp' or 'fsdp'"
+            check_supported(strategy, "value_clipping", "max_grad_value", instead)
         check_strategy_settings(self, strategy, self.batch_size)
         check_memory(self.memory, strategy)
-        check_callbacks(self, strategy)
+        for callback in self.callbacks:
+            callback.check_trainer(self, strategy)
 
     def select_strategy(self) -> Strategy:
         """Return the strategy that a run would use.
@@ -168,12 +173,6 @@ def _check_together(settings: RunSettings) -> None:
         raise ConfigError(
             "Trainer(assets=) is stored in checkpoints, and checkpoint=False saves none. Leave one out"
         )
-
-
-def _check_value_clipping(max_grad_value: float | None, strategy: Strategy) -> None:
-    if max_grad_value is not None:
-        instead = "Use max_grad_norm, or strategy 'ddp' or 'fsdp'"
-        check_supported(strategy, "value_clipping", "max_grad_value", instead)
 
 
 def check_scheduled_numbers(settings: RunSettings) -> None:
@@ -220,11 +219,6 @@ def has_run_dir(settings: RunSettings) -> bool:
     named = [settings.loggers] if isinstance(settings.loggers, str) else settings.loggers
     logs = isinstance(named, Sequence) and any(isinstance(each, str) for each in named)
     return settings.run_dir is not None or bool(settings.checkpoint) or logs
-
-
-def check_callbacks(settings: RunSettings, strategy: Strategy) -> None:
-    for callback in settings.callbacks:
-        callback.check_trainer(settings, strategy)
 
 
 def plain(value: Any) -> Any:

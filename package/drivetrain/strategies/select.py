@@ -132,16 +132,13 @@ def check_precision(strategy: Strategy, precision: Precision) -> None:
     The question to a GPU starts CUDA, after which this process cannot be forked into ranks. So a process that
     is going to have ranks does not ask; each rank does.
     """
-    if strategy.device.type == "cuda" and strategy.world_size > 1 and not _is_rank():
+    several = strategy.device.type == "cuda" and strategy.world_size > 1
+    if several and not torch.distributed.is_initialized() and detect(os.environ) is None:
         return
     obstacle = precision.obstacle(strategy.device)
     support = Support(False, obstacle) if obstacle else strategy.supports(precision)
     if not support:
         raise StrategyError(f"precision {precision.name!r} cannot run on {strategy.device}: {support.reason}")
-
-
-def _is_rank() -> bool:
-    return torch.distributed.is_initialized() or detect(os.environ) is not None
 
 
 def select_precision(

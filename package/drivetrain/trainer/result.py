@@ -149,8 +149,6 @@ def _chosen(history: Sequence[Mapping[str, float]], names: Sequence[str]) -> Col
     """Return the names to plot, all that were logged by default."""
     logged = dict.fromkeys(name for row in history for name in row if name != "step")
     for name in names:
-        if not isinstance(name, str):
-            raise ConfigError(f"plot() takes names, such as plot('train/loss', 'lr'), not {name!r}")
         if name not in logged:
             raise ConfigError(f"no value {name!r} was logged. {nearest(name, logged)}")
     if not logged:

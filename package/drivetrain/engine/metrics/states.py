@@ -35,7 +35,7 @@ def members(metric: Any) -> list[Any]:
     """Return a metric and those inside of it: wrappers hold theirs as submodules, and a collection may be
     among them. None of one that is no module.
     """
-    if not _is_module(metric):
+    if not isinstance(metric, torch.nn.Module):
         return []
     return [member for part in parts(metric) for member in part.modules()]
 
@@ -59,10 +59,6 @@ def check_joinable(metrics: Mapping[str, Any]) -> None:
                 " processes. Make it a torchmetrics.Metric, whose add_state(..., dist_reduce_fx=...) tells"
                 " it, or train in one process"
             )
-
-
-def _is_module(metric: Any) -> bool:
-    return isinstance(metric, torch.nn.Module)
 
 
 @contextmanager
@@ -94,7 +90,7 @@ def joined_states(metrics: Sequence[Any], updated: bool, ranks: Ranks) -> Iterat
 
 def registered_states(metrics: Sequence[Any]) -> list[State]:
     """Return the states that a list of metrics, and those inside of them, have registered."""
-    return [_registered(each) for each in _owners(metrics)]
+    return [{name: getattr(each, name) for name in each._defaults} for each in _owners(metrics)]
 
 
 def take_joined(metrics: Sequence[Any], states: Sequence[Sequence[State]]) -> None:
@@ -107,10 +103,6 @@ def take_joined(metrics: Sequence[Any], states: Sequence[Sequence[State]]) -> No
 
 def _owners(metrics: Sequence[Any]) -> list[Any]:
     return [each for metric in metrics for each in members(metric) if hasattr(each, "_reductions")]
-
-
-def _registered(member: Any) -> State:
-    return {name: getattr(member, name) for name in member._defaults}
 
 
 def _on_host(value: Any) -> Any:
