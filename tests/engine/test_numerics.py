@@ -148,19 +148,6 @@ def test_clipping_uses_the_norm_over_all_parameters_and_reports_it() -> None:
     assert moved == pytest.approx(0.01, rel=1e-3)  # a learning rate of 1 moves by the clipped gradient
 
 
-def test_clipping_sees_gradients_without_their_loss_scale() -> None:
-    batch = next(iter(pairs()))
-
-    def first_norm(precision: str) -> float:
-        steps = quiet(max_steps=1, max_grad_norm=1e9, precision=precision).steps(Regression(), [batch])
-        (applied,) = [step for step in steps if step.applied]
-        assert applied.grad_norm is not None
-        return float(applied.grad_norm)
-
-    # The scale of 2**16 or a little less would stand between them; the rest is what 16 bits round.
-    assert first_norm("16-mixed") == pytest.approx(first_norm("32"), rel=0.01)
-
-
 def change_of_weights(optimizer: OptimizerConfig, **options: Any) -> Tensor:
     """The change of the weights in one step; with SGD and a rate of 1 the clipped gradient, negated."""
     task = Regression(optimizer)
@@ -323,13 +310,3 @@ def test_a_loss_of_nan_is_never_saved_in_a_checkpoint(tmp_path: Path) -> None:
     saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
     assert saved == ["step-00000001", "step-00000002"]
     assert not (tmp_path / "model.safetensors").exists()
-
-
-def test_a_validation_loss_or_another_value_of_nan_is_shown() -> None:
-    trainer = quiet(max_epochs=2, on_nonfinite="skip")
-    result = trainer.fit(Means(), planted([1.0]), planted([math.nan, 1.0]))
-    assert result.progress.steps == 2
-    assert math.isnan(result.metrics["validation/loss"])
-    task = Means()
-    task.double = math.nan
-    assert math.isnan(quiet(max_epochs=1).fit(task, planted([1.0])).metrics["train/double"])

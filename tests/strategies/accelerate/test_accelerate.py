@@ -15,7 +15,7 @@ from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet, variant
 
 from drivetrain import AccelerateConfig, ConfigError, LambdaCallback, StrategyError, Trainer
-from drivetrain.strategies import Hardware, SingleDevice, Strategy, select_strategy
+from drivetrain.strategies import SingleDevice, Strategy, select_strategy
 from drivetrain.strategies.accelerate.options import asked
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.registry import as_precision
@@ -138,32 +138,20 @@ def test_accelerate_config_refusals() -> None:
             Path(name).write_text(text, encoding="utf-8")
         return lambda: Trainer(max_epochs=1, strategy=AccelerateConfig(config_file=name))
 
-    def variable(name: str) -> Any:
-        return lambda: select_strategy("accelerate", FULL, hardware=Hardware(), environment={name: "true"})
-
     def sharded(precision: str = "auto", **options: Any) -> Any:
         made = AccelerateConfig(config_file=FSDP_YAML, options=options)
         return lambda: Trainer(max_epochs=1, strategy=made, precision=precision)
 
-    before, group, like = _shared(), InitProcessGroupKwargs(), type("Accelerator", (), {})()
+    before, group = _shared(), InitProcessGroupKwargs()
     alone = "distributed_type: 'NO'\n"
     cases: dict[str, Any] = {
         "DeepSpeed": (of({"deepspeed_plugin": object()}), "DeepSpeedConfig(config=...)"),
         "Megatron": (of({"megatron_lm_plugin": object()}), "FSDPConfig(tensor_parallel=...)"),
         "compile": (of({"dynamo_backend": "inductor"}), "give Trainer(compile=True)"),
         "plugin": (of({"fsdp_plugin": object()}), "give Trainer(strategy=FSDPConfig(...))"),
-        "accelerator": (
-            lambda: Trainer(max_epochs=1, strategy=like),
-            "options=...) with its",
-        ),
         "fp8": (fitted(mixed_precision="fp8"), "mixed_precision='fp8'", "'no', 'bf16'"),
         "group": (fitted(kwargs_handlers=[group]), "AccelerateConfig(timeout=..."),
         "steps": (of({"gradient_accumulation_steps": 4}), "Trainer(gradient_accumulation_steps=...)"),
-        "variable": (
-            variable("ACCELERATE_USE_DEEPSPEED"),
-            "ACCELERATE_USE_DEEPSPEED=true",
-            "DeepSpeedConfig",
-        ),
         "kind": (file("xla.yaml", "distributed_type: XLA\n"), "does not support XLA"),
         "file's plugin": (file("zero.yaml", "distributed_type: DEEPSPEED\n"), "DeepSpeedConfig(config"),
         "plugin's handlers": (sharded(kwargs_handlers=[group]), "no effect with the FSDP plugin"),
