@@ -44,11 +44,6 @@ def check_resolves(host: str, variable: str) -> None:
         time.sleep(1.0)
 
 
-def is_loopback(address: str) -> bool:
-    """Return whether an address is reachable from its own machine alone."""
-    return address.startswith("127.") or address == "::1"
-
-
 def own_address(host: str) -> str | None:
     """Return this machine's own address on the way to another host; None if that is unknown.
 
@@ -60,7 +55,8 @@ def own_address(host: str) -> str | None:
         with socket.socket(family, kind) as line:
             line.connect(address)  # sends nothing
             found = str(line.getsockname()[0])
-        return None if is_loopback(found) and not _is_literal(host) else found
+        is_loopback = found.startswith("127.") or found == "::1"
+        return None if is_loopback and not _is_literal(host) else found
     return None
 
 

@@ -146,12 +146,12 @@ def _besides(settings: RunSettings, run: Run, error: BaseException) -> str:
     It does not check the storage: one that does not answer would keep the other ranks waiting.
     """
     if is_out_of_memory(error):
-        blocks = largest_blocks(run)
-        return f"{blocks[:1].upper()}{blocks[1:]}; {WHAT_HELPS}"
-    if not isinstance(error, StorageError) or run.last_checkpoint is None:
-        location = _in_task(run.task, error)
-        return location[:1].upper() + location[1:]
-    return f"The last checkpoint that is whole is {as_given(settings, run.last_checkpoint)}"
+        found = f"{largest_blocks(run)}; {WHAT_HELPS}"
+    elif isinstance(error, StorageError) and run.last_checkpoint is not None:
+        found = f"the last checkpoint that is whole is {as_given(settings, run.last_checkpoint)}"
+    else:
+        found = _in_task(run.task, error)
+    return found[:1].upper() + found[1:]
 
 
 def _close(run: Run, logger: Logger) -> None:

@@ -128,12 +128,16 @@ def check_used(
             f"parameters were frozen after the run had started: {', '.join(frozen[:8])}. Freeze them by the"
             f" callback Freeze(...), or before the run, or give {allow}"
         )
-    listed = ", ".join(names[index] for index in without[:8])
-    more = f" and {len(without) - 8} more" if len(without) > 8 else ""
-    raise ConfigError(
-        f"{'the step' if before is None else 'the last micro-batch of the window'} used"
-        f" {len(names) - len(without)} of {len(names)} trainable parameters; these got no gradient:"
-        f" {listed}{more}. Freeze them, use them, or give {allow}"
+    what = "the step" if before is None else "the last micro-batch of the window"
+    unused = [names[index] for index in without]
+    raise _unused(what, unused, len(names), f"Freeze them, use them, or give {allow}")
+
+
+def _unused(what: str, names: Sequence[str], of: int, advice: str) -> ConfigError:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ConfigError(
+        f"{what} used {of - len(names)} of {of} trainable parameters; these got no gradient:"
+        f" {', '.join(names[:8])}{more}. {advice}"
     )
 
 
@@ -189,12 +193,10 @@ class UsedParameters:
         """Check that all parameters have got a gradient, and begin with the next step."""
         unused = [name for each, name in self._names.items() if each not in self._used | self.whole]
         if unused:
-            more = f" and {len(unused) - 8} more" if len(unused) > 8 else ""
-            raise ConfigError(
-                f"this step used {len(self._names) - len(unused)} of {len(self._names)} trainable"
-                f" parameters; these got no gradient: {', '.join(unused[:8])}{more}."
-                f" {_STAGE_3 if self._stage == 3 else _AT_ZERO}. Freeze them or use them; or use strategy"
+            advice = (
+                f"{_STAGE_3 if self._stage == 3 else _AT_ZERO}. Freeze them or use them; or use strategy"
                 " 'fsdp', or 'ddp' with DDPConfig(find_unused_parameters=True)"
             )
+            raise _unused("this step", unused, len(self._names), advice)
         # DeepSpeed completes the gradients of its leaf modules, whose experts a later step may leave out.
         self._used &= self.whole

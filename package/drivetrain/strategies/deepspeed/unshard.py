@@ -55,7 +55,8 @@ class ModulesBeforeZero:
                 parameters[name] = None if each is None else fresh[each]
             module.__dict__["_parameters"] = parameters
             hooks.remove_others("deepspeed")
-            for name in [each for each in vars(module) if each not in attributes and _is_deepspeeds(each)]:
+            added = [each for each in vars(module) if each.startswith("ds_") or each in _ADDED]
+            for name in set(added) - set(attributes):
                 del module.__dict__[name]
         self._root.to("cpu")
 
@@ -71,7 +72,3 @@ _ADDED = frozenset(
     }
 )
 """Attributes that stage 3 adds to modules, in addition to those that begin with "ds_"."""
-
-
-def _is_deepspeeds(attribute: str) -> bool:
-    return attribute.startswith("ds_") or attribute in _ADDED
