@@ -66,8 +66,8 @@ def parallel_modules(task: nn.Module) -> list[ParallelModule]:
     if not plan:
         raise ConfigError(
             f"tensor_parallel and expert_parallel need a plan: define {kind}.model_info(), which returns"
-            " ModelInfo(parallel_plan={...}) with styles of torch.distributed.tensor.parallel by the names of"
-            " modules; or leave the option out"
+            " ModelInfo(parallel_plan={...}) with styles of torch.distributed.tensor.parallel, or"
+            " drivetrain.strategies.ExpertParallel(), by the names of modules; or leave the option out"
         )
     modules = dict(task.named_modules())
     chosen = []
