@@ -223,6 +223,22 @@ def test_context_parallel_resumes_bit_for_bit_and_on_other_numbers_of_processes(
     assert unequal(found, alone) == unequal(found, fitted(SingleDevice("cpu"), 4)) == []
 
 
+def test_values_in_float16_are_joined_by_weights_beyond_its_range() -> None:
+    class Heavy(Writer):
+        def loss_weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+            return 50_000 * super().loss_weight(batch)
+
+    def joined() -> float:
+        group, module = context_group(2, 2, 1), StepModule(Heavy())
+        ContextParallel(module, group)
+        module.use(lambda batch: torch.tensor(2.5, dtype=torch.float16))
+        value = float(module({name: each[None] for name, each in Rows()[0].items()}))
+        torch.distributed.destroy_process_group(group)
+        return value
+
+    assert on_two_ranks(joined) == [2.5, 2.5]
+
+
 def test_context_parallel_refusals() -> None:
     def of(**options: Any) -> Any:
         return lambda: FSDP(FSDPConfig(context_parallel=2, **options), world_size=3)

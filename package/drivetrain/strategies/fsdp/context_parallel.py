@@ -184,7 +184,7 @@ class ContextParallel:
         weight = 1.0 if self._weight is None else _number(self._weight(part))
         sums = torch.zeros(1 + len(names), dtype=wide_dtype(values.device), device=values.device)
         if weight:
-            sums[0], sums[1:] = weight, values * weight
+            sums[0], sums[1:] = weight, values.to(sums.dtype) * weight
         distributed.all_reduce(sums, group=self._group)
         if self._weight_of_whole is not None and not math.isnan(self._weight_of_whole):
             self._check_weights(_number(sums[0]), len(part[next(iter(self._columns))]))
