@@ -91,6 +91,17 @@ def test_launch_restarts_an_exception_and_not_what_no_restart_heals() -> None:
         assert (code, lines, says in last) == (75, ["started"], True)
 
 
+@nightly
+def test_a_rank_that_ends_before_the_others_have_connected_ends_the_launch() -> None:
+    join = "from drivetrain.distributed import group; from drivetrain.distributed.launch import programs"
+    early = (
+        f"import os\nif os.environ['RANK'] == '0':\n    {join}; programs.join_job(2, 1); group.join(2, 'cpu')"
+    )
+    Path("early.py").write_text(early, encoding="utf-8")
+    code, _, last = launch("--", devices=2, program="early.py")
+    assert (code, last) == (1, "drivetrain: rank 0 failed first: it ended with exit code 1")
+
+
 def happens(expected: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + 300
     while not expected() and time.monotonic() < deadline:

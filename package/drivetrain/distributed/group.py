@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import (
 
 from drivetrain.core.errors import RankFailure, StrategyError
 from drivetrain.distributed.interfaces import GLOO
-from drivetrain.distributed.launch.children import ending, started
+from drivetrain.distributed.launch.children import ending, siblings, started
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
 from drivetrain.distributed.launch.meeting import HOSTED, Meeting
 from drivetrain.distributed.launch.rendezvous import gather, note_end
@@ -42,6 +42,11 @@ _LIMIT = timedelta(minutes=30)
 
 _LETTING_GO = 0.02
 """Seconds that other threads get at the end to take the interpreter's lock."""
+
+_ENDED_EARLY = (
+    "{} ended with exit code 0 before the process group was formed: does the program end early, or take"
+    " another branch, on some ranks?"
+)
 
 _formed = False
 _failed = False
@@ -170,14 +175,15 @@ def _check_started() -> None:
     for each in started.values():
         code = each.poll()
         if code == 0:
-            raise RankFailure(
-                f"rank {each.rank} ended with exit code 0 before the process group was formed: does the"
-                " program end early, or take another branch, on some ranks?"
-            )
+            raise RankFailure(_ENDED_EARLY.format(f"rank {each.rank}"))
         if code is not None:
             raise RankFailure(
                 f"rank {each.rank} failed first, before the process group was formed: it {ending(code)}"
             )
+    # The launcher ends all ranks when one has failed, but not when one has ended well.
+    found, running = detect(os.environ), siblings()
+    if found is not None and 0 < len(running) < found.local_world_size:
+        raise RankFailure(_ENDED_EARLY.format("a rank of this machine"))
 
 
 def uncompared() -> distributed.ProcessGroup | None:

@@ -45,6 +45,7 @@ _LAST_WORDS = 20.0
 
 
 _follows = False
+_launcher = 0
 _open_channels = 0
 
 
@@ -207,7 +208,7 @@ def end_with_launcher() -> None:
     The process ends at once, without the grace period of `end_with_parent`. Nothing happens on a second call,
     or if the process was started by neither `drivetrain launch` nor torchrun.
     """
-    global _follows
+    global _follows, _launcher
     if _follows or sys.platform == "win32":
         return
     _follows = True
@@ -219,12 +220,18 @@ def end_with_launcher() -> None:
     number, thread = mark.split()
     launcher = int(number)
     if os.getppid() == launcher:
+        _launcher = launcher
         if thread == "main":
             end_with(launcher)
         _look_after(launcher)
     elif is_gone(launcher):
         say(f"`drivetrain launch` (pid {launcher}) is gone, and this process ends")
         os._exit(1)
+
+
+def siblings() -> list[int]:
+    """Return the running ranks of this machine, with this one, if `drivetrain launch` has started them."""
+    return children_of(_launcher) if _launcher and sys.platform == "linux" else []
 
 
 def end_with(parent: int) -> None:
