@@ -19,7 +19,7 @@ from tests.support.tasks import quiet
 from torch import nn
 from torch.utils.data import DataLoader
 
-from drivetrain import CheckpointError, LambdaCallback, TaskModule, already_split
+from drivetrain import CheckpointError, DataError, LambdaCallback, TaskModule, already_split
 from drivetrain.data import shuffled
 from drivetrain.data.split_source import AlreadySplit
 from drivetrain.strategies.ddp import DDP
@@ -297,11 +297,29 @@ def test_what_fails_is_named(change: str, words: str) -> None:
         server.server_close()
 
 
-def test_another_number_of_ranks_within_an_epoch_is_refused_and_a_buffer_is_lost() -> None:
+def test_another_number_of_ranks_within_an_epoch_is_refused_and_a_lost_buffer_is_named() -> None:
     on_two_ranks(lambda: fit(hugging_face, 2, "ranks", 2) and None)
     with pytest.raises(CheckpointError, match="divided over 2 ranks and this run's is not divided"):
         fit(hugging_face, None, "ranks")
     on_two_ranks(lambda: fit(hugging_face, None, "epoch", 2) and None)
     assert sorted(fit(hugging_face, None, "epoch", epochs=2)[0]) == [*range(46)]
-    whole, parts, *_ = in_parts(lambda: hugging_face().shuffle(seed=3, buffer_size=8), 1, "buffer")
+    whole, parts, _, said = in_parts(lambda: hugging_face().shuffle(seed=3, buffer_size=8), 1, "buffer")
     assert len({*whole}) == 46 > len({*parts})
+    assert "another order" in said
+
+
+@pytest.mark.parametrize("change", ["missing", "cut"])
+def test_a_shard_that_cannot_be_read_ends_the_run_with_its_position(change: str) -> None:
+    datasets, parquet = pytest.importorskip("datasets"), pytest.importorskip("pyarrow.parquet")
+    paths = [Path(f"{shard}.parquet") for shard in range(2)]
+    for shard, path in enumerate(paths):
+        rows = datasets.Dataset.from_dict({"id": [*range(shard * 20, shard * 20 + 20)]})
+        parquet.write_table(rows.data.table, path)
+
+    stream = datasets.load_dataset("parquet", data_files=[*map(str, paths)], split="train", streaming=True)
+    if change == "missing":
+        paths[1].unlink()
+    else:
+        paths[1].write_bytes(paths[1].read_bytes()[:100])
+    with pytest.raises(DataError, match=r"raised at batch [67] of epoch 0 .*'shard_idx': [01]"):
+        fit(lambda: stream, None, "run")

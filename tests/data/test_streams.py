@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 import drivetrain
 from drivetrain import DataError, LambdaCallback, already_split
 from drivetrain.data import as_source
+from drivetrain.data.repeats import Repeats
 from drivetrain.strategies.ddp import DDP
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -37,6 +38,11 @@ class Numbers(IterableDataset[Any]):
         return map(sample, self.order())
 
 
+class Shuffled(Numbers):  # another order each time, as WebDataset's shuffle
+    def order(self) -> list[int]:
+        return random.Random(random.SystemRandom().random()).sample(range(24), 24)
+
+
 class Sized(Numbers):
     def __init__(self, length: int) -> None:
         self.length = length
@@ -45,11 +51,11 @@ class Sized(Numbers):
         return self.length
 
 
-class Stateful(Numbers):
-    """A shuffle buffer of eight samples, which the state has too."""
+class Buffered(Numbers):
+    """A shuffle buffer of eight samples; the state has the position alone, or also the buffer."""
 
-    def __init__(self) -> None:
-        self.at, self.buffer = 0, list[int]()
+    def __init__(self, whole: bool = False) -> None:
+        self.whole, self.at, self.buffer = whole, 0, list[int]()
 
     def __iter__(self) -> Iterator[Any]:
         while self.at < 24 or self.buffer:
@@ -60,10 +66,15 @@ class Stateful(Numbers):
         self.at = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "buffer": self.buffer}
+        return {"at": self.at, "buffer": self.buffer if self.whole else []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at, self.buffer = state["at"], list(state["buffer"])
+
+
+class Stateful(Buffered):
+    def __init__(self) -> None:
+        super().__init__(whole=True)
 
 
 class ItsOwnIterator(Numbers):  # `iter` begins anew and returns the stream, as in litData
@@ -108,8 +119,24 @@ def in_parts(first: Any, second: Any, **options: Any) -> tuple[list[int], str]:
     return sorted(seen), " | ".join(texts)
 
 
-def test_a_resume_with_a_whole_state_loses_no_sample() -> None:
-    seen, said = in_parts(Stateful(), Stateful(), batch_size=4)
+@pytest.mark.parametrize(
+    ("kind", "batch_size", "words"),
+    [
+        (Shuffled, 4, ("comes in another order", "Its seed", "lost")),
+        (lambda: DataLoader(Shuffled(), 4), None, ("comes in another order", "Its seed", "lost")),
+        (Buffered, 4, ("comes in another order", "shuffle buffer", "lost")),
+    ],
+    ids=["shuffled", "in a loader", "a buffer"],
+)
+def test_a_resume_that_loses_samples_says_so(kind: Any, batch_size: int | None, words: Any) -> None:
+    seen, said = in_parts(kind(), kind(), batch_size=batch_size)
+    assert seen != list(range(24))
+    for each in words:
+        assert each in said
+
+
+def test_a_resume_that_loses_none_does_not_say_it() -> None:
+    seen, said = in_parts(Buffered(whole=True), Buffered(whole=True), batch_size=4)
     assert (seen, said) == (list(range(24)), "")
 
 
@@ -199,20 +226,23 @@ def test_a_stream_that_is_its_own_iterator_goes_on_after_each_batch() -> None:
 def test_a_stream_with_the_state_of_its_own_loader_is_drawn_again() -> None:
     seen, said = in_parts(ForItsLoader(), ForItsLoader(), batch_size=4)
     assert seen == list(range(24))
+    assert "another order" not in said
     assert "drawn again" in said
 
 
 @needs_gloo
-def test_a_stream_of_all_ranks_goes_on_on_any_number_of_them() -> None:
+def test_a_stream_of_all_ranks_goes_on_on_any_number_of_them_without_a_word_of_loss() -> None:
     """Also in other batches, if it has a state; what a rank reads next depends on all of these."""
 
-    def parts(kind: Any, stop: int | None, size: int) -> list[int]:
+    def parts(kind: Any, stop: int | None, size: int) -> tuple[list[int], str]:
         options = {"strategy": DDP(world_size=2), "devices": 2, "batch_size": size, "run_dir": kind.__name__}
-        return fit(kind(), stop, **options)
+        with heard() as texts:
+            return fit(kind(), stop, **options), "".join(texts)
 
     for kind, sizes in ((Numbers, (4, 4)), (Stateful, (4, 2))):
         first, rest = on_two_ranks(parts, kind, 2, sizes[0]), on_two_ranks(parts, kind, None, sizes[1])
-        assert sorted(each for seen in (*first, *rest) for each in seen) == list(range(24))
+        assert sorted(each for seen, _ in (*first, *rest) for each in seen) == list(range(24))
+        assert "another order" not in "".join(said for _, said in rest)
 
 
 @pytest.mark.parametrize(("length", "words"), [(40, "16 batches.*missing"), (12, "correct its")])
@@ -229,6 +259,28 @@ def test_a_stream_that_ends_elsewhere_than_at_its_length_says_so(length: int, wo
     whole.length = length  # a later epoch is compared too
     with warned(f"ended after 24 batches, and its length is {length}: {words}"):
         list(source.batches(1, 0))
+
+
+def test_workers_that_do_not_divide_a_stream_are_named() -> None:
+    source = as_source(DataLoader(Shuffled(), 4, num_workers=2), "training", seed=0)
+    with warned("same samples in several of its 2 workers.*get_worker_info"):
+        assert len(list(source.batches(0, 0))) == 12
+
+
+@pytest.mark.parametrize(
+    ("highest", "readers_share", "found"), [(20_000, True, True), (20_000, False, False), (50, True, False)]
+)
+def test_repeats_are_found_in_any_order_and_not_in_small_numbers(
+    highest: int, readers_share: bool, found: bool
+) -> None:
+    repeats, order = Repeats("training", 2), random.Random(0)
+    own = [range(3000), range(3000)] if readers_share else [range(0, 6000, 2), range(1, 6000, 2)]
+    drawn = [[each % highest for each in order.sample(numbers, 3000)] for numbers in own]
+    with heard("same samples in several of its 2 workers") as texts:
+        for start in range(0, 3000, 100):
+            for numbers in drawn:
+                repeats.note({"x": torch.tensor(numbers[start : start + 100])})
+    assert bool(texts) == found
 
 
 class Lazy(Numbers):

@@ -18,6 +18,7 @@ from drivetrain.core.progress import Progress
 from drivetrain.core.types import Batch
 from drivetrain.data.batch import batch_size, first_dimensions
 from drivetrain.data.counting import Measure, count_batch
+from drivetrain.data.fingerprint import Fingerprint, as_text, matches, of_samples
 from drivetrain.data.known_tokens import tokens_per_sample
 from drivetrain.data.rank_rounds import Evidence, SharedBatch
 from drivetrain.data.resumption import Resumption, leave_out
@@ -81,7 +82,7 @@ class SizedEpoch:
 
     Attributes:
         state: None: the data is resumed by its position.
-        following: None: its last window is known beforehand.
+        following: None: nothing is compared after a resume.
     """
 
     state: dict[str, Any] | None = None
@@ -142,6 +143,8 @@ class StreamEpoch:
         limit = feed.left(done)
         self._micro_batches = feed.micro_batches(epoch, position, limit, until, done, move=False)
         transfer.following = None
+        if (expected := feed.take_expected()) and limit != 0:
+            self._compare(expected, position)
         feed.drop(self._micro_batches)
         source.seed_epoch(epoch)
         self.state = source.snapshot() if state is None else state
@@ -166,6 +169,23 @@ class StreamEpoch:
         if self.following is None:
             self.state = self._feed.source.snapshot()
         return self.following is None
+
+    def _compare(self, expected: list[Fingerprint], position: int) -> None:
+        """Warn if the data does not go on where the checkpoint was saved."""
+        first = next(self._micro_batches, None)
+        self._micro_batches = chain([] if first is None else [first], self._micro_batches)
+        found = [] if first is None or first.is_placeholder else of_samples(first.batch, first.samples)
+        pairs = list(zip(expected, found, strict=False))  # the batch size may have changed
+        then, now = next((each for each in pairs if not matches(*each)), (expected[0], None))
+        if pairs and now is None:
+            return
+        _LOG.warning(
+            f"the {self._feed.source.name} data comes in another order than before the resume: after"
+            f" {position} batches a sample {as_text(then)} came next when the checkpoint was saved, and now"
+            f" comes {'none' if now is None else as_text(now)}. Samples of this epoch are lost or come twice,"
+            " unless only their augmentation differs. Its seed, batch_size, num_workers and shuffle buffer"
+            " must be those of the checkpoint, or be in its state_dict(); or resume from the end of an epoch"
+        )
 
 
 class Feed:
@@ -212,6 +232,7 @@ class Feed:
         if limit is not None:
             _whole(limit, source)  # which may be impossible
         self._epoch: SizedEpoch | StreamEpoch | None = None  # the last one read
+        self._expected: list[Fingerprint] | None = None
         self.left_early = False
         self._compare: Compare | None = None
         self._begun_at = (0, 0)
@@ -419,11 +440,13 @@ class Feed:
         """Return the data's position after the last window yielded; all processes must call it."""
         source, epoch = self.source, self._epoch
         state = None if epoch is None else epoch.state
-        following = None if epoch is None else epoch.following
+        following, order, samples = None if epoch is None else epoch.following, source.order_state(), None
+        if following is not None and not (following.is_placeholder or following.bad or order.get("order")):
+            samples = of_samples(following.batch, following.samples)
         has_ended = following is not None and following.is_placeholder and not following.bad
         return {
             "data": source.gathered(source.snapshot() if state is None else state),
-            "data_continues": source.gathered({**source.order_state(), "ended": has_ended}),
+            "data_continues": source.gathered({**order, "next": samples, "ended": has_ended}),
             "data_ended": not self.left_early,
             "data_asked": "" if self._left_out else self._asked,
         }
@@ -465,6 +488,9 @@ class Feed:
     def restore(self, saved: Mapping[str, Any], position: int) -> None:
         """Restore the result of `snapshot`; all processes must call it.
 
+        The next samples are then compared with those that came next at the save: on each process if it reads
+        its own data, and on the first process if all read the same data.
+
         Args:
             saved: The result of `snapshot`; other entries are ignored.
             position: The run's position in its epoch.
@@ -478,10 +504,17 @@ class Feed:
         before = source.own_part(saved.get("data_continues"))
         if before is not None:
             source.restore_order(before, position)
+            is_own = source.is_split or source.shard.rank == 0
+            self._expected = before["next"] if position and is_own else None
             source.part_has_ended = bool(position and before.get("ended"))
         if source.stateful and state is not None:
             # One at a time: some packages keep the state in memory that a machine's ranks share.
             source.ranks.in_turn(lambda: source.restore(source.own_part(state)))
+
+    def take_expected(self) -> list[Fingerprint] | None:
+        """Return the samples that must come next after a resume, once."""
+        expected, self._expected = self._expected, None
+        return expected
 
     def _counted(self, epoch: int, position: int, limit: int | None) -> Iterator[MicroBatch]:
         """Yield the counted micro-batches of this process."""

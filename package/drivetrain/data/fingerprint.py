@@ -43,9 +43,9 @@ def fingerprint(value: Any) -> Fingerprint:
     return tuple(numbers or texts)
 
 
-def of_samples(batch: Batch, count: int) -> list[Fingerprint]:
-    """Return the fingerprints of a batch's samples, which batches of another size may have too."""
-    return [fingerprint(map_tensors(partial(_row, index, count), batch)) for index in range(count)]
+def of_samples(batch: Batch, count: int, most: int = 4) -> list[Fingerprint]:
+    """Return the fingerprints of a batch's first samples, which a batch of another size may have too."""
+    return [fingerprint(map_tensors(partial(_row, index, count), batch)) for index in range(min(count, most))]
 
 
 def _row(index: int, count: int, tensor: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from drivetrain.data.batch import batch_size
 from drivetrain.data.fingerprint import fingerprint
 from drivetrain.data.protocols import has_state, length_of, order_settings, set_epoch
 from drivetrain.data.rank_rounds import Evidence, SharedBatch, rounds
+from drivetrain.data.repeats import Repeats
 from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.skipped_batches import BadBatchSkipper, BadSample
 from drivetrain.data.streams.skipping import skipping
@@ -306,8 +307,9 @@ class IterableSource(Source):
         self._seed = seed
         self.exact = False
         self.stateful = has_state(data)
-        self._workers = data.num_workers if isinstance(data, DataLoader) else 0
+        self._workers = workers = data.num_workers if isinstance(data, DataLoader) else 0
         self.made_ahead = self._workers > 0
+        self._repeats = Repeats(name, workers) if workers > 1 and shard.rank == 0 else None
         self._length_checked = shard.rank > 0
         self._restored = False
         self._used_up = False
@@ -340,6 +342,7 @@ class IterableSource(Source):
                 " __getitem__)"
             )
         is_whole, self._restored = not number, False
+        repeats = None if position else self._repeats
         iterator = self._begin(epoch, number)
         stream = batch_stream(self._seed, epoch)
         while True:
@@ -351,25 +354,35 @@ class IterableSource(Source):
                 if once_more:
                     once_more, iterator = False, self._begin(epoch, number)
                     continue
-                self._end(number, position, is_whole)
+                self._end(number, position, is_whole, repeats)
                 return
             except Exception as error:
                 batch = self._left_out(error, iterator, number, epoch)
             else:
-                if self.skipper is not None:
-                    self.skipper.note_good()
+                repeats = self._note_read(batch, repeats)
             once_more = False
             seed_after(seed)
             number += 1
             if number > position:
                 yield batch, 1, None
 
-    def _end(self, number: int, position: int, is_whole: bool) -> None:
+    def _note_read(self, batch: Batch, repeats: Repeats | None) -> Repeats | None:
+        """Note that a batch was read; return what looks for repeated samples as long as it looks."""
+        if self.skipper is not None:
+            self.skipper.note_good()
+        if repeats is not None and not repeats.note(batch):
+            repeats = self._repeats = None
+        return repeats
+
+    def _end(self, number: int, position: int, is_whole: bool, repeats: Repeats | None) -> None:
         """Note that the data has ended after a number of batches."""
         if number < position and not self.is_part:
             what = f"it ends after {number} batches, and {position} were used"
             raise self._other_data(what, "Give it as before")
         self._used_up = True
+        if repeats is not None:
+            repeats.check(at_end=True)
+            self._repeats = None
         if is_whole:
             self._check_length(number)
 

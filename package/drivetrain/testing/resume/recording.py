@@ -68,7 +68,7 @@ class Recorder(Callback):
 
     def on_step_start(self, run: Any) -> None:
         read = [each for each in run.window.micro_batches if not each.is_placeholder]
-        samples = [one for each in read for one in of_samples(each.batch, each.samples)]
+        samples = [one for each in read for one in of_samples(each.batch, each.samples, each.samples)]
         texts = [format(zlib.crc32(repr(each).encode()), "08x") for each in samples]
         self._row = {"epoch": run.progress.epoch, "samples": texts}
 
