@@ -32,6 +32,21 @@ def test_one_strict_object_per_log_point_with_exact_numbers(tmp_path):
     assert config == {"limit": "Infinity", "dir": "a", "nested": {"betas": [0.9, 0.95]}, "no": None}
 
 
+@pytest.mark.parametrize("tail", ["", '{"step": 4, "lo'], ids=["whole", "a torn line"])
+def test_after_a_resume_the_file_is_that_of_the_uninterrupted_run(tmp_path, tail):
+    first, resumed = JSONLinesLogger(tmp_path), JSONLinesLogger(tmp_path)
+    first.log_metrics({"loss": 1.0}, 1)
+    state = json.loads(json.dumps(first.state_dict()))
+    first.log_metrics({"loss": 0.8}, 2)
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(tail)
+    resumed.load_state_dict(state)
+    resumed.log_metrics({"loss": 0.9}, 2)
+    resumed.close()
+    assert read(tmp_path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.9}]
+
+
 def test_a_resume_goes_on_after_what_is_left_of_the_file(tmp_path):
     for number, content in enumerate((None, '{"step": 1}\n{"step"')):
         folder = tmp_path / str(number)

@@ -113,6 +113,18 @@ def test_a_second_live_job_is_refused_and_the_first_is_unharmed(tmp_path: Path) 
     assert not lock_of(tmp_path).exists()
 
 
+@needs_fork
+def test_after_a_kill_the_next_job_starts_at_once(tmp_path: Path) -> None:
+    def train(meet: Meet) -> None:
+        fit(tmp_path, LambdaCallback(on_step_end=lambda run: meet()), max_steps=1)
+
+    with job(train):
+        assert lock_of(tmp_path).exists()
+    assert lock_of(tmp_path).exists()
+    assert fit(tmp_path).progress.steps == 3
+    assert os.listdir(tmp_path / "checkpoints").count("lock.json") == 0
+
+
 def test_a_job_on_another_machine_keeps_the_lock_for_ten_minutes_after_its_renewal(tmp_path: Path) -> None:
     now = time.time()
     lock = DirectoryLock(str(tmp_path), LOCAL, clock=lambda: now)

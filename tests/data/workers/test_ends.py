@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.distributed.running import LIMIT, run_all
+from tests.support.forked import Forked, undisturbed
 from tests.support.tasks import FEATURES, Regression, quiet
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -164,6 +165,20 @@ def test_data_that_never_comes_is_named_by_hang_timeout() -> None:
     place = "rank 0 is behind, in training, after step 3, waiting for batch 6 of epoch 0 of the training"
     for each in (place, "which worker 0 (pid ", "rank 1 waits in all_reduce"):
         assert each in last
+
+
+@LINUX
+@real
+def test_a_worker_that_is_stuck_ends_with_a_parent_that_is_killed() -> None:
+    process = Forked([PROGRAM, '{"act": "sleep()"}'], Path.cwd(), undisturbed())
+    deadline = time.monotonic() + LIMIT
+    while not Path("makes").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    worker = int(Path("makes").read_text(encoding="utf-8"))
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(LIMIT)  # the worker too would hold its output open
+    assert process.returncode == -signal.SIGKILL
+    assert ends(worker)
 
 
 @LINUX
