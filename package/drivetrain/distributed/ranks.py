@@ -199,13 +199,6 @@ class Ranks:
             torch.distributed.all_reduce(tensor, group=self._group_for(tensor))
         return tensor
 
-    def largest(self, tensor: Tensor) -> Tensor:
-        """Replace each element by its largest value over these ranks, in place and without a host sync."""
-        if not self.alone:
-            operation = torch.distributed.ReduceOp.MAX
-            torch.distributed.all_reduce(tensor, operation, group=self._group_for(tensor))
-        return tensor
-
     def _group_for(self, tensor: Tensor) -> ProcessGroup | None:
         # An accelerator's tensor uses the job's group, whose back end needs no copy to the host.
         is_job = torch.distributed.get_world_size() == self.size * self.copies

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -224,7 +225,8 @@ class FSDP(Strategy):
             place(module, self.device)
             broadcast_module(module, self.world_size)
         module.context = precision.forward_context(self.device)
-        self._scale = LossScale(self.device, self.ranks.largest) if precision.loss_scaling else None
+        agree = partial(distributed.all_reduce, op=distributed.ReduceOp.MAX)  # a plan counts it too
+        self._scale = LossScale(self.device, agree) if precision.loss_scaling else None
         with _disable_current_modes():  # torch reads its meshes, and a plan's tensors have no values
             self._shard(module, precision, values, whole, plan)
         of_shards = torch.device("cpu") if self.config.cpu_offload else self.device
