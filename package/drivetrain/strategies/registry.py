@@ -65,10 +65,7 @@ def configure(name: str, options: Mapping[str, Any]) -> Any:
     options = {**preset, **options}
     if not options:
         return None
-    try:
-        return config_type(name)(**options)
-    except TypeError as error:
-        raise ConfigError(f"strategy {name!r} cannot take {dict(options)}: {error}") from error
+    return config_type(name)(**options)
 
 
 def config_type(name: str) -> type[Any]:

@@ -10,7 +10,7 @@ import torch
 
 from drivetrain.core.errors import StrategyError
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
-from drivetrain.strategies.accelerate.launcher import Request, read_precision, read_request
+from drivetrain.strategies.accelerate.launcher import Request
 from drivetrain.strategies.base import Strategy, Support
 from drivetrain.strategies.hardware import Hardware
 from drivetrain.strategies.precision.base import Precision
@@ -158,6 +158,8 @@ def select_precision(
         StrategyError: The precision of the Accelerator or of `accelerate launch` is not supported.
     """
     if spec == "auto":
+        from drivetrain.strategies.accelerate.options import read_precision
+
         asked_by = None if isinstance(strategy, type) else getattr(strategy, "asked_precision", None)
         spec = asked_by or (read_precision(os.environ if environment is None else environment) or "32")
     return as_precision(spec)
@@ -186,11 +188,11 @@ def _make(
 
 def _request(spec: Any, variables: Mapping[str, str], precision: Precision) -> Request | None:
     """Return the arguments of `accelerate launch` or of its configuration that apply to this strategy."""
-    if isinstance(spec, str) and spec != "accelerate":
-        return read_request(variables) if spec == "auto" else None
+    if isinstance(spec, str) and spec not in ("auto", "accelerate"):
+        return None
     from drivetrain.strategies.accelerate.options import AccelerateConfig, request_of
 
-    config = AccelerateConfig() if spec == "accelerate" else spec
+    config = AccelerateConfig() if isinstance(spec, str) else spec
     return request_of(config, variables, precision) if isinstance(config, AccelerateConfig) else None
 
 

@@ -4,8 +4,10 @@ from typing import Any
 
 from tests.support.refusals import assert_refused
 
-from drivetrain import ConfigError, StrategyError
-from drivetrain.strategies.accelerate.launcher import Request, read_precision, read_request
+from drivetrain import AccelerateConfig, ConfigError, StrategyError
+from drivetrain.strategies.accelerate.launcher import Request
+from drivetrain.strategies.accelerate.options import read_precision, request_of
+from drivetrain.strategies.precision.registry import as_precision
 
 # What accelerate 1.15 sets for --use_fsdp and nothing else.
 SET = """
@@ -16,7 +18,7 @@ FSDP_CPU_RAM_EFFICIENT_LOADING=true FSDP_SYNC_MODULE_STATES=true FSDP_ACTIVATION
 FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD=false
 """
 DEFAULTS = dict(each.split("=") for each in SET.split())
-PLAIN = {"sharding": "full_shard", "wrap": ()}
+PLAIN = {"sharding": "full_shard", "wrap": (), "timeout": None}
 TWO = {"FSDP_VERSION": "2"}
 WRAP, CLASSES = "FSDP_AUTO_WRAP_POLICY", "FSDP_TRANSFORMER_CLS_TO_WRAP"
 
@@ -37,13 +39,17 @@ READ: list[tuple[dict[str, str], dict[str, Any]]] = [
 ]
 
 
+def read_request(variables: dict[str, str]) -> Request:
+    return request_of(AccelerateConfig(), variables, as_precision("32"))
+
+
 def test_fsdp_variables_of_accelerate_launch_are_read() -> None:
     for variables, expected in READ:
         assert read_request({**DEFAULTS, **variables}) == Request("fsdp", {**PLAIN, **expected}), variables
 
 
 def test_strategy_device_and_precision_of_accelerate_launch_are_read() -> None:
-    assert read_request({}) is None
+    assert read_request({}) == Request()
     assert read_request({"ACCELERATE_MIXED_PRECISION": "bf16"}) == Request()
     assert read_request({"ACCELERATE_USE_CPU": "True"}) == Request(device="cpu")
     assert read_request({"ACCELERATE_USE_CPU": "False", "ACCELERATE_USE_FSDP": "false"}) == Request()
@@ -60,7 +66,7 @@ def test_accelerate_launch_refusals() -> None:
 
     precision = {"ACCELERATE_MIXED_PRECISION": "fp8"}
     cases: dict[str, Any] = {
-        "precision": (lambda: read_precision(precision), "MIXED_PRECISION=fp8", "'no', 'bf16', 'fp16'"),
+        "precision": (lambda: read_precision(precision), "mixed_precision='fp8'", "'no', 'bf16', 'fp16'"),
         "Megatron": fsdp("ACCELERATE_USE_MEGATRON_LM", "true", "tensor_parallel=..."),
         "DeepSpeed": fsdp("ACCELERATE_USE_DEEPSPEED", "true", "DeepSpeedConfig(config=...)"),
         "steps": fsdp(

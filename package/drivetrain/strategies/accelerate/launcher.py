@@ -15,7 +15,6 @@ from drivetrain.core.errors import StrategyError
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 _FALSE = ("", "0", "false", "f", "no", "n", "off", "none")
 
-_PRECISIONS = {"no": None, "bf16": "bf16-mixed", "fp16": "16-mixed"}
 _SHARDINGS = {
     "FULL_SHARD": "full_shard",
     "SHARD_GRAD_OP": "shard_grad_op",
@@ -52,21 +51,6 @@ class Request:
     device: str | None = None
 
 
-def read_request(environment: Mapping[str, str]) -> Request | None:
-    """Return the settings of `accelerate launch`; None if it has not started this process.
-
-    Settings that do not change results are ignored: backward prefetching, the type of state dict, original
-    parameters, and loading on one rank.
-    """
-    if not any(name.startswith("ACCELERATE_") for name in environment):
-        return None
-    check_variables(environment)
-    device = "cpu" if is_on(environment, "ACCELERATE_USE_CPU") else None
-    if is_on(environment, "ACCELERATE_USE_FSDP"):
-        return Request("fsdp", fsdp_options(environment), device)
-    return Request(device=device)
-
-
 def check_variables(environment: Mapping[str, str]) -> None:
     """Check that the settings ask for no other plugin than FSDP's, and leave accumulation to the Trainer."""
     for name, instead in _REFUSED.items():
@@ -79,21 +63,12 @@ def check_variables(environment: Mapping[str, str]) -> None:
         )
 
 
-def read_precision(environment: Mapping[str, str]) -> str | None:
-    """Return the name of `accelerate launch`'s precision; None means any."""
-    name = "ACCELERATE_MIXED_PRECISION"
-    if name not in environment:
-        return None
-    given = environment[name].lower()
-    if given not in _PRECISIONS:
-        raise _refused(name, environment[name], f"allowed are {', '.join(map(repr, _PRECISIONS))}")
-    return _PRECISIONS[given]
-
-
 def fsdp_options(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the options of `FSDPConfig` that the variables of either version of the FSDP plugin ask for.
 
     The sharding and the wrapping are always among them; of the others only what differs from a default.
+    Variables that do not change results are ignored: backward prefetching, the type of state dict, original
+    parameters, and loading on one rank.
     """
     if is_on(environment, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
         name = "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"

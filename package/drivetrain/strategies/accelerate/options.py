@@ -183,13 +183,19 @@ def _read(path: str | os.PathLike[str]) -> dict[str, str]:
     return found
 
 
+def read_precision(environment: Mapping[str, str]) -> str | None:
+    """Return the name of `accelerate launch`'s precision; None means any."""
+    word = _word(environment.get("ACCELERATE_MIXED_PRECISION"))
+    return PRECISIONS[word] if word and word != "no" else None
+
+
 def _word(given: Any) -> str | None:
     if given is None:
         return None
     word = str(getattr(given, "value", given)).lower()
     if word not in PRECISIONS:
         raise StrategyError(
-            f"strategy 'accelerate' does not support mixed_precision={word!r}; allowed are"
+            f"accelerate is asked for mixed_precision={word!r}, which is not supported; allowed are"
             f" {', '.join(map(repr, PRECISIONS))}"
         )
     return word

@@ -144,7 +144,7 @@ class RecomputingCall:
     def __init__(self, module: nn.Module, contexts: Contexts | None = None) -> None:
         self.module = module
         self.options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
-        self._more: Contexts = _none if contexts is None else contexts
+        self._more: Contexts = contexts or (lambda: (nullcontext(), nullcontext()))
         self._tables: list[dict[str, Tensor | None]] | None = None
         self._always_written: dict[int, bool] = {}
         self.run: Callable[..., Any] = _run_checkpointed
@@ -193,10 +193,6 @@ class Recomputed(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._again(self._forward, args, kwargs)
-
-
-def _none() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return nullcontext(), nullcontext()
 
 
 class _StateBefore:
