@@ -1,4 +1,4 @@
-"""A run whose directory is full, read-only or removed: what it says, whether it goes on, what is left."""
+"""A run whose directory is full or read-only: what it says, whether it goes on, what is left."""
 
 import errno
 import json
@@ -203,28 +203,3 @@ def test_a_shard_that_one_rank_cannot_write_ends_all_by_default(tmp_path: Path) 
     with pytest.raises(RuntimeError, match=r"cannot write .*step-00000004.*EFBIG"):
         run_distributed(on_a_rank, tmp_path, "raise", False)
     assert names(tmp_path) == ["index.json", "step-00000002"]
-
-
-@pytest.mark.parametrize(("policy", "asynchronous"), [("raise", False), ("warn", True)])
-def test_a_run_directory_that_vanishes_is_made_again_and_its_checkpoints_are_named(
-    tmp_path: Path, policy: str, asynchronous: bool
-) -> None:
-    run = tmp_path / "run"
-    named: list[str] = []
-
-    def vanish() -> None:
-        let_writing_end()
-        named.extend(each for each in names(run) if each.startswith("step"))
-        shutil.rmtree(run)
-
-    keeps = {"keep_last": 1, "best": 1, "by": "validation/loss", "mode": "max"}  # the first one, as it falls
-    logs = {"loggers": ("csv", "tensorboard"), "log_every": 1, "validate_every": "4 steps"}
-    options: dict[str, Any] = {"keeps": keeps, "asynchronous": asynchronous, "on_save_error": policy, **logs}
-    with heard() as caught:
-        _, result = train(run, at(7, vanish), **options)
-    (text,) = [each for each in caught if "checkpoints of this run" in each]
-    assert named == ["step-00000004", "step-00000006"]
-    assert "step-00000004 (the best), step-00000006. Still there: none." in text
-    assert result.best_checkpoint == str(run / "checkpoints" / "step-00000008")
-    assert names(run) == ["index.json", "step-00000008", "step-00000012"]
-    assert "trainer" in json.loads((run / "config.json").read_text(encoding="utf-8"))

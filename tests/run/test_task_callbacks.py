@@ -35,7 +35,7 @@ def test_callbacks_of_a_task_are_refused_as_those_of_the_trainer_are() -> None:
         task = variant(configure_callbacks=lambda self, stage: own)()
         return lambda: getattr(quiet(max_steps=1, **options), verb)(task, pairs())
 
-    average = (WeightAverage(), "Variant.configure_callbacks", "2 WeightAverage")
+    average = (WeightAverage(), "2 WeightAverage", "Give one")
     table: dict[str, tuple[Any, ...]] = {
         "two": (fit([average[0], WeightAverage()]), *average[1:]),
         "two in a plan": (fit([average[0]], "plan", callbacks=[WeightAverage()]), *average[1:]),
