@@ -121,7 +121,6 @@ OUTPUT = {
     ),
     "warnings.warn": (
         "integrations/transformers/script/trainer",  # as transformers warns: scripts filter and test for it
-        "core/synonyms.py",  # methods of a class that the user has written
         "core/deprecation.py",
     ),
 }

@@ -71,9 +71,3 @@ save_to_json should_epoch_stop should_evaluate should_log should_save should_tra
 tokenizer total_flos train_batch_size train_dataloader trial_name trial_params
 """)
 """What the events are given: the fields of TrainerState and TrainerControl, and the other arguments."""
-
-OVERRIDDEN = _names("""
-compute_loss create_optimizer create_optimizer_and_scheduler create_scheduler evaluation_loop
-get_eval_dataloader get_test_dataloader get_train_dataloader prediction_loop prediction_step
-""")
-"""The methods that subclasses of Trainer override."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib import resources
 from typing import Any, NoReturn
@@ -40,10 +38,7 @@ _PAGE = "docs/how-to/from-other-libraries.md"
 
 STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 
-_OF_TASKS = ("attribute", "hook", "common hook")
-
-_WARNED: weakref.WeakSet[type] = weakref.WeakSet()
-"""Classes that have been warned about."""
+_OF_TASKS = ("attribute", "hook")
 
 
 @functools.cache
@@ -180,7 +175,6 @@ def check_task_names(task: object, hooks: Collection[str]) -> None:
             f"{owner} is written for another library; change this first (see {_PAGE}):"
             + "".join(sorted(lines))
         )
-    warn_of_common_hooks(task)
 
 
 def _more_than_the_batch(step: Callable[..., Any]) -> list[str]:
@@ -188,18 +182,3 @@ def _more_than_the_batch(step: Callable[..., Any]) -> list[str]:
     parameters = inspect.signature(step, follow_wrapped=False).parameters.values()
     named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     return [each.name for each in named[1:] if each.default is each.empty or each.name in table()["step"]]
-
-
-def warn_of_common_hooks(thing: object) -> None:
-    """Warn, once per class, of methods that another library calls automatically and we never do."""
-    if type(thing) in _WARNED:
-        return
-    _WARNED.add(type(thing))
-    owner, defined = type(thing).__name__, defined_by_user(thing)
-    found = {name: row(name, "common hook") for name in defined if callable(defined[name])}
-    lines = [f"\n- {owner}.{name}: {_sentence(ours)}" for name, ours in found.items() if ours]
-    if lines:
-        warnings.warn(
-            f"{table()['message']['common']} If {owner} calls them, all is well:" + "".join(lines),
-            stacklevel=2,
-        )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.synonyms import foreign, help_with, warn_of_common_hooks
+from drivetrain.core.synonyms import foreign, help_with
 from drivetrain.distributed.failure.named_locations import register_hooks
 
 HOOKS = (
@@ -68,7 +68,6 @@ class Hooks:
                     f" hooks are {', '.join(HOOKS)}. For a single function use"
                     " LambdaCallback(on_step_end=...)"
                 )
-            warn_of_common_hooks(callback)
         savers = [each for each in callbacks if each.after_saver or is_used(each.on_save)]
         others_first = [*(each for each in callbacks[::-1] if each not in savers), *savers]
         orders = dict.fromkeys(_ENDS, callbacks[::-1]) | dict.fromkeys(_LAST, others_first)
