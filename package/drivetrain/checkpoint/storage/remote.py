@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import count
 from typing import Any
 
 from drivetrain.checkpoint.storage.filesystem import ByteSource, FileSystem, Kind, Sink
@@ -142,15 +141,9 @@ class RemoteFileSystem(FileSystem):
             self._delete_object(path, name)
 
     def _delete_object(self, path: str, name: str) -> None:
-        tries = count(1)
-
         def request() -> None:
-            number = next(tries)
-            try:
+            with suppress(FileNotFoundError):  # an earlier request, whose answer was lost, has deleted it
                 self._connection(path).rm_file(name)
-            except FileNotFoundError:
-                if number == 1:  # a later try: the first request deleted it, and its answer was lost
-                    raise
 
         self._retry.call("deleting", path, request)
 
