@@ -233,14 +233,8 @@ class Source(ABC):
         return self.raised(batch_name, what)
 
     def raised(self, batch_name: str, what: str) -> DataError:
-        """Return a `DataError` with another error's text, and advice if torch's collation raised that."""
-        what = _OURS.sub("", what)
-        if "default_collate: batch must contain" in what:
-            what += (
-                ". Return mappings, tuples or tensors from the dataset, or give a function that makes a batch"
-                " of a list of samples: DataLoader(..., collate_fn=...), or Trainer(collate=...)"
-            )
-        return DataError(f"the {self.name} data raised at {batch_name}: {what}")
+        """Return a `DataError` with another error's text."""
+        return DataError(f"the {self.name} data raised at {batch_name}: {_OURS.sub('', what)}")
 
 
 class BatchSource(Source):

@@ -30,6 +30,12 @@ Kind: TypeAlias = Literal[
 
 _LARGEST_FILE = 1 << 32
 
+HOW_TO_LOG = (
+    "Write Text(...), Image(...), Histogram(...), Figure(...), Table(...) or File(...), or log each of its"
+    " numbers under a name of its own"
+)
+"""What to do with an object that is no number."""
+
 
 class Media(ABC):
     """The base of the values that `run.log` takes beside numbers.
@@ -404,20 +410,6 @@ class File(Media):
 
 
 _SHAPES: dict[str, str] = {"CHW": "[channels, height, width]", "HWC": "[height, width, channels]"}
-
-
-def advice(value: object) -> str:
-    """Return what to do with an object that is no number."""
-    module = type(value).__module__.partition(".")[0]
-    if isinstance(value, str):
-        return "Write Text(...)"
-    if isinstance(value, Path):
-        return "Write File(...)"
-    if module in ("matplotlib", "plotly"):
-        return "Write Figure(...)"
-    if module in ("PIL", "numpy"):
-        return "Write Image(...), Histogram(...) or another value"
-    return "Log each of its numbers under a name of its own, or write Table(...)"
 
 
 def _shape(value: Any, what: str) -> tuple[int, ...]:

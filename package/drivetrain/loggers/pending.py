@@ -11,7 +11,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import shielded
 from drivetrain.core.types import Logger
-from drivetrain.loggers.media import Media, MediaLogger, advice
+from drivetrain.loggers.media import HOW_TO_LOG, Media, MediaLogger
 
 _LOG = logger(__name__)
 
@@ -48,7 +48,7 @@ class PendingMedia:
         if not isinstance(value, Media):
             raise ConfigError(
                 f"{name!r} of StepOutput(media=...) is a {type(value).__name__}; allowed are a value of"
-                f" drivetrain.loggers, and a function without arguments that returns one. {advice(value)}"
+                f" drivetrain.loggers, and a function without arguments that returns one. {HOW_TO_LOG}"
             )
         for index, each in enumerate(self._loggers):
             takes = each.takes if isinstance(each, MediaLogger) else ()

@@ -27,7 +27,7 @@ from drivetrain.engine.metrics.declared import DeclaredMetrics, joined
 from drivetrain.engine.updater import check_trained
 from drivetrain.engine.weighting import StepResult
 from drivetrain.loggers.base import LOGGERS
-from drivetrain.loggers.media import Media, advice
+from drivetrain.loggers.media import HOW_TO_LOG, Media
 from drivetrain.loggers.pending import PendingMedia
 from drivetrain.run.hooks import Hooks
 from drivetrain.run.ledger import Ledger
@@ -284,7 +284,7 @@ class Run(RunState):
         except (TypeError, ValueError):
             raise ConfigError(
                 f"run.log({name!r}, ...) takes a number or a value of drivetrain.loggers, not a"
-                f" {type(value).__name__}. {advice(value)}"
+                f" {type(value).__name__}. {HOW_TO_LOG}"
             ) from None
         (self.logged if self._logging else self._values)[name] = number
 

@@ -136,7 +136,7 @@ def test_files_of_torch_are_read_and_named_in_their_folder(tmp_path):
     names = {name: f"pytorch_model-{file}.bin" for name, file in places.items()}
     index.write_text(json.dumps({"weight_map": names}), encoding="utf-8")
     assert value(index) == 5
-    with pytest.raises(CheckpointError, match=r"Give the path of a file, such as '.*bin\.index\.json'"):
+    with pytest.raises(CheckpointError, match="Give the path of another file"):
         load_weights(tmp_path)
     index.write_text(json.dumps({"weight_map": {**names, "c": "pytorch_model-1.bin"}}), encoding="utf-8")
     with pytest.raises(DamagedCheckpointError, match=r"places 'c' in 'pytorch_model-1.bin'"):

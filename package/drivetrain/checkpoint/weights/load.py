@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from safetensors import SafetensorError, safe_open
@@ -173,7 +173,7 @@ def _from_folder(path: str, files: FileSystem, names: Mapping[str, Kind], take: 
     looked_for = f"{MODEL}, {WeightFiles(MODEL).index}, {MANIFEST} of a checkpoint, and checkpoints"
     raise CheckpointError(
         f"no weights in {path!r}. Looked for {looked_for} in it and in its {CHECKPOINTS!r}."
-        f"{_others(path, files, sorted(names))}"
+        " Give the path of another file"
     )
 
 
@@ -184,14 +184,6 @@ def _is_listed(path: str, files: FileSystem) -> bool:
         return any(entry.name == name for entry in read_index(parent, files) or ())
     except CheckpointError:  # an index of something else, or one that cannot be read
         return False
-
-
-def _others(path: str, files: FileSystem, names: Collection[str]) -> str:
-    """Return advice for the files that the folder has instead."""
-    for suffix in (INDEX, TENSORS, PICKLES):
-        if found := [repr(files.join(path, name)) for name in names if name.endswith(suffix)]:
-            return f" Give the path of a file, such as {', '.join(found[:3])}"
-    return ""
 
 
 def _from_file(path: str, files: FileSystem, take: Take) -> Found:
