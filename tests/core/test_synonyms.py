@@ -72,12 +72,6 @@ def test_each_row_of_the_table_is_one_and_names_an_argument_of_ours() -> None:
     assert not wrong + sorted(hooks - {*HOOKS})
 
 
-def test_only_the_table_knows_other_libraries_by_name() -> None:
-    named = re.compile("|".join({*SYNONYMS["library"].values()} - {"datasets"}), re.I)
-    files = Path(inspect.getfile(row)).parent.glob("*.py")
-    assert not [path.name for path in files if named.search(path.read_text(encoding="utf-8"))]
-
-
 def test_the_page_from_other_libraries_gives_the_answers_of_the_table() -> None:
     page = Path(__file__).parents[2] / "docs" / "how-to" / "from-other-libraries.md"
     table, wrong, checked = dict(rows("argument")), [], 0

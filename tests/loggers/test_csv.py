@@ -6,8 +6,6 @@ import json
 import math
 from pathlib import Path
 
-import pytest
-
 from drivetrain.loggers import CSVLogger
 from drivetrain.loggers.history import read_history
 
@@ -69,19 +67,6 @@ def test_values_of_one_step_are_one_row_also_after_a_resume(tmp_path):
     logger.log_metrics({"lr": 0.3}, 2)
     logger.close()
     assert text_of(tmp_path).splitlines()[2:] == ["2,0.5,0.1", "7,0.125,", "2,,0.3"]
-
-
-@pytest.mark.parametrize("tail", ["", "4,0.", '4,"'], ids=["whole", "a torn row", "a torn quote"])
-def test_after_a_resume_the_file_is_that_of_the_uninterrupted_run(tmp_path, tail):
-    begin = [(1, {"loss": 1.0}), (2, {"loss": 0.9})]
-    end = [(3, {"loss": 0.8}), (4, {"loss": 0.7, "late": 3.0})]
-    log(tmp_path / "plain", *begin, *end)
-    state = log(tmp_path / "other", *begin)
-    log(tmp_path / "resumed", *begin, (3, {"loss": 0.8, "surprise": 1.0}))
-    with (tmp_path / "resumed" / "metrics.csv").open("a", encoding="utf-8") as file:
-        file.write(tail)
-    log(tmp_path / "resumed", *end, state=state)
-    assert text_of(tmp_path / "resumed") == text_of(tmp_path / "plain")
 
 
 def test_a_resume_goes_on_after_what_is_left_of_the_file(tmp_path):

@@ -306,22 +306,6 @@ def test_a_rank_that_sees_another_disk_is_named_before_training(tmp_path: Path) 
         assert "mount the shared disk" in text
 
 
-def test_the_second_to_replace_the_lock_of_a_dead_job_gives_back_what_it_took(tmp_path: Path) -> None:
-    write(tmp_path / "lock.json", owner(renewed=0.0))
-    first = DirectoryLock(str(tmp_path), LOCAL)
-
-    def overtaken() -> float:  # asked between the second's look at the lock and its taking it
-        if not first.is_held:
-            first.take()
-        return time.time()
-
-    with pytest.raises(ConfigError, match="another fit of this process"):
-        DirectoryLock(str(tmp_path), LOCAL, clock=overtaken).take()
-    assert os.listdir(tmp_path) == ["lock.json"]
-    first.release()
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_job_whose_lock_was_taken_ends_at_its_next_save(tmp_path: Path) -> None:
     def lose(run: Any) -> None:
         if run.progress.steps == 2:
