@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.callbacks.statistics.flops import FlopCount
@@ -32,18 +30,15 @@ from drivetrain.run.settings import RunSettings
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import Memory
 from drivetrain.strategies.ddp import DDP
-from drivetrain.strategies.fsdp.experts import even_counts
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.single import SingleDevice
 from drivetrain.strategies.wrapping import batch_norms
 from drivetrain.task.optim.quantized import is_quantized
 from drivetrain.task.task import TaskModule
+from drivetrain.trainer.plan.answers import CPU, Answers
 from drivetrain.trainer.plan.memory import Unknown
 from drivetrain.trainer.plan.optimizers import without_values
-
-_CPU = torch.device("cpu")
-"""The device of tensors without values. Fake ones of a GPU start CUDA, and no fork could use it then."""
 
 _TORCH: Any = distributed
 """With the names that it does not export."""
@@ -160,43 +155,6 @@ def _group_size(args: tuple[Any, ...]) -> int:
     return _TORCH.distributed_c10d._resolve_process_group(args[-1]).size()  # type: ignore[no-any-return]
 
 
-class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what tensors without values and ranks without processes cannot.
-
-    Attributes:
-        number: What is read from a tensor now; None if that is refused.
-    """
-
-    number: float | None = None
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.prim.device.default:  # asked two times for each operation
-            return _CPU
-        if func is torch.ops.c10d.allreduce_.default:
-            # DDP reads the averages from the future, which is empty under the fake group.
-            from torch._C._distributed_c10d import Work, _create_work_from_future  # type: ignore[attr-defined]
-
-            future: Any = Future()
-            future.set_result(args[0])
-            return args[0], Work.boxed(_create_work_from_future(future))
-        if func is torch.ops.aten._local_scalar_dense.default and self.number is not None:
-            return self.number
-        if func is torch.ops.aten.bincount.default and len(args) == 3 and args[1] is None:
-            return even_counts(len(args[0]), args[2])
-        return func(*args, **(kwargs or {}))
-
-    @contextmanager
-    def answering(self, number: float) -> Iterator[None]:
-        """Answer a number to what the block reads."""
-        before, self.number = self.number, number
-        try:
-            yield
-        finally:
-            self.number = before
-
-
 def fake_step(
     settings: RunSettings,
     strategy: Strategy,
@@ -217,7 +175,7 @@ def fake_step(
 
     made, precision = _on_fake_ranks(strategy, settings.num_nodes), as_precision(settings.precision)
     own, meta = made.name == strategy.name, torch.device("meta")  # that of the storages of fake tensors
-    mode, answers = FakeTensorMode(allow_non_fake_inputs=True), _Answers()  # type: ignore[no-untyped-call]
+    mode, answers = FakeTensorMode(allow_non_fake_inputs=True), Answers()
     samples = batch_size(batch) or 1
     with (
         _fake_ranks(made.world_size),
@@ -391,4 +349,4 @@ def _convert(copy: nn.Module, dtype: torch.dtype) -> None:
 def _fake(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_CPU)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CPU)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.core.calendar import RunLength
 from drivetrain.core.intervals import Every
@@ -23,6 +22,7 @@ from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.optim.quantized import is_quantized, parts_of, uncompiled
 from drivetrain.task.optim.schedules import PlateauSchedule
 from drivetrain.task.task import TaskModule
+from drivetrain.trainer.plan.answers import Answers
 
 _CONTAINERS = (dict, list, set)
 
@@ -47,17 +47,6 @@ class Rate:
     peak_step: int | None
     end: float | None
     curve: tuple[float, ...] = ()
-
-
-class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets an optimizer read numbers from meta tensors; no state's size depends on the numbers."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return 1.0
-        return func(*args, **(kwargs or {}))
 
 
 def on_meta(tensor: Tensor) -> Tensor:
@@ -157,7 +146,7 @@ class Built:
             for each in stepped.values():
                 each.grad = torch.empty_like(each)
             try:
-                with uncompiled(updater.optimizer), _NoValues():  # type: ignore[no-untyped-call]
+                with uncompiled(updater.optimizer), Answers(1.0):  # no state's size depends on a number
                     updater.optimizer.step()
             except Exception:  # such as one for sparse gradients only
                 return None

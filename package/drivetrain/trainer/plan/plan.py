@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from drivetrain.core.types import Batch
 from drivetrain.data import evaluation_sources
 from drivetrain.run.settings import RunSettings, known_accumulation, scheduled_numbers
 from drivetrain.strategies import Strategy
+from drivetrain.strategies.base import Memory
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.base import Precision
@@ -239,8 +241,8 @@ class Plan:
         whose = "" if self.processes == 1 else "in each process "
         if self.peak is not None:
             return [*rows, ("memory: in all", f"{whose}{_memory_text(self.peak)} at the peak of a step")]
-        known = [size for name, size in self.memory.items() if size and name not in self.offloaded]
-        return [*rows, ("memory: in all", f"{whose}at least {_memory_text(sum(known))}")]
+        known = _memory_text(_known(self.memory, self.offloaded))
+        return [*rows, ("memory: in all", f"{whose}at least {known}")]
 
     def _exchange_rows(self) -> list[tuple[str, str]]:
         """Return a row for each kind of collective, and one of all that a process sends."""
@@ -310,7 +312,8 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
         with known_fit(task, length), modify_task(settings.callbacks, task):
             built = Built(settings, task, length)
             train_loaded(task)
-            process = _Process(settings, strategy, built, task, train_data, length)
+            use, example = _use(settings, strategy, built, task, train_data, length)
+            tokens = use["tokens_per_step"]
         policies = chosen_policies(settings.checkpoint) or (CheckpointConfig(),) * bool(settings.checkpoint)
         save_every = dict.fromkeys(each.interval for each in policies)
         triggers = make_triggers(settings, length.calendar, validates)
@@ -337,20 +340,11 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             processes=strategy.world_size,
             parameters=sum(each.numel() for each in parameters),
             trainable=sum(each.numel() for each in parameters if each.requires_grad),
-            memory=process.memory,
             warnings=(),
             also_saving=tuple(each for each in resume_points[1:] if each.every is not None),
-            precision=_precision_text(built.precision, process.forward_dtype),
-            offloaded=process.offloaded,
-            memory_unknown=process.unknown,
-            peak=process.peak,
-            collectives=process.collectives,
-            flops=process.flops,
-            host_memory=process.host_memory,
             checkpoint=checkpoint_size(settings, task, built) if settings.checkpoint else None,
-            tokens_per_step=process.tokens,
-            tokens=process.tokens
-            and (length.max_tokens if length.steps is None else process.tokens * length.steps),
+            tokens=tokens and (length.max_tokens if length.steps is None else tokens * length.steps),
+            **use,
         )
         conflicts = (
             *length_conflicts(settings, epoch, length),
@@ -358,92 +352,76 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             *interval_conflicts(settings, plan.steps, plan.validation, plan.logging, resume_points),
             *validation_conflicts(settings, task, built, validates and validation.times != 0),
             *module_conflicts(task, epoch, built),
-            *label_conflicts(task, process.example),
+            *label_conflicts(task, example),
             *place_conflicts(settings, strategy, built),
             *gathered_conflicts(strategy, built),
         )
     return dataclasses.replace(plan, warnings=conflicts)
 
 
-class _Process:
-    """The memory of one process, and the tokens of a step.
+def _use(
+    settings: RunSettings, strategy: Strategy, built: Built, task: TaskModule, data: Any, length: RunLength
+) -> tuple[dict[str, Any], Batch]:
+    """Return the fields of a plan that are the use of one process, and a micro-batch; None if unknown."""
+    accumulation = at_start(known_accumulation(settings))
+    local_size = max(1, strategy.world_size // settings.num_nodes)
+    held = strategy.memory(built.module, built.precision, local_size)
+    fields = _states(settings, strategy, built, held)
+    batch, hosted = None, fields.pop("hosted")
+    try:
+        batch = example_batch(settings, task, data)
+        if overrides(task, "tokens"):
+            fields["tokens_per_step"] = int(task.tokens(batch)) * accumulation * strategy.data_size or None
+        workers = data.num_workers if isinstance(data, DataLoader) else settings.num_workers
+        hosted += workers * _AHEAD * _bytes(batch)
+        step = fake_step(settings, strategy, task, batch, accumulation, length, held)
+        peak = _peak(step, fields["memory"], fields["offloaded"])
+        fields |= {"collectives": step.collectives, "flops": step.flops, "peak": peak}
+    except (ConfigError, DataError, StrategyError):
+        raise  # as the fit would
+    except Exception as error:
+        fields["memory_unknown"] = reason(error)
+    return {**fields, "host_memory": local_size * hosted}, batch
 
-    Attributes:
-        memory: As `Plan.memory`.
-        offloaded: As `Plan.offloaded`.
-        unknown: As `Plan.memory_unknown`.
-        tokens: As `Plan.tokens_per_step`.
-        example: A micro-batch of copies of the first sample; None if that is unknown.
-        forward_dtype: As `Memory.forward_dtype`.
-        peak: As `Plan.peak`.
-        collectives: As `Plan.collectives`.
-        flops: As `Plan.flops`.
-        host_memory: As `Plan.host_memory`.
-    """
 
-    def __init__(
-        self,
-        settings: RunSettings,
-        strategy: Strategy,
-        built: Built,
-        task: TaskModule,
-        data: Any,
-        length: RunLength,
-    ) -> None:
-        accumulation = at_start(known_accumulation(settings))
-        local_size = max(1, strategy.world_size // settings.num_nodes)
-        memory = strategy.memory(built.module, built.precision, local_size)
-        self.memory = built.sizes(memory)
-        self.forward_dtype = None if memory is None else memory.forward_dtype
-        self.offloaded = tuple(each for each in self.memory if memory and each in memory.offloaded)
-        if strategy.sharded or strategy.world_size > 1:
-            known = memory is not None and not isinstance(strategy, (DDP, FSDP))
-            self.memory["gathered"] = memory.gathered if memory is not None and known else None
-        self.memory |= dict.fromkeys(_OF_A_STEP)
-        self.unknown, self.tokens, self.example = "", None, None
-        self.peak: int | None = None
-        self.collectives: tuple[Collective, ...] | None = None
-        self.flops: int | None = None
-        self.host_memory = local_size * self._on_host(settings)
-        try:
-            batch = self.example = example_batch(settings, task, data)
-            if overrides(task, "tokens"):
-                self.tokens = int(task.tokens(batch)) * accumulation * strategy.data_size or None
-            workers = data.num_workers if isinstance(data, DataLoader) else settings.num_workers
-            self.host_memory += local_size * workers * _AHEAD * _bytes(batch)
-            self._add(fake_step(settings, strategy, task, batch, accumulation, length, memory))
-        except (ConfigError, DataError, StrategyError):
-            raise  # as the fit would
-        except Exception as error:
-            self.unknown = reason(error)
+def _states(settings: RunSettings, strategy: Strategy, built: Built, held: Memory | None) -> dict[str, Any]:
+    """Return the fields that are known without a step, and the bytes that a process has on the host."""
+    memory = built.sizes(held)
+    offloaded = tuple(each for each in memory if held and each in held.offloaded)
+    chosen = chosen_policies(settings.checkpoint)
+    copied = settings.checkpoint == "async" or any(each.asynchronous for each in chosen)
+    hosted = sum(memory[each] or 0 for each in (*offloaded, *("parameters", "optimizer") * copied))
+    if strategy.sharded or strategy.world_size > 1:
+        known = held is not None and not isinstance(strategy, (DDP, FSDP))
+        memory["gathered"] = held.gathered if held is not None and known else None
+    return {
+        "precision": _precision_text(built.precision, None if held is None else held.forward_dtype),
+        "memory": memory | dict.fromkeys(_OF_A_STEP),
+        "offloaded": offloaded,
+        "hosted": hosted,
+        "tokens_per_step": None,
+    }
 
-    def _add(self, step: FakeStep) -> None:
-        """Add what a step has used."""
-        at_peak, self.collectives, self.flops = step.at_peak, step.collectives, step.flops
-        self.memory["activations"] = step.kept
-        if not step.is_own:
-            temporary = at_peak.get("activations", 0) + at_peak.get("step", 0) - step.kept
-        else:
-            if "gathered" in self.memory:
-                self.memory["gathered"] = at_peak.get("gathered", 0)
-            # The optimizer's step is made where its state is.
-            on_host = {*self.offloaded, "step"} if self.offloaded else ()
-            self.peak = sum(size for kind, size in at_peak.items() if kind not in on_host)
-            temporary = self.peak - self._known()
-        self.memory["temporary"] = max(0, temporary)
-        if self.peak is None and None not in self.memory.values():
-            self.peak = self._known()
 
-    def _on_host(self, settings: RunSettings) -> int:
-        """Return what one process offloads, and copies to the host's memory when it saves."""
-        saved = [self.memory[each] or 0 for each in ("parameters", "optimizer")]
-        chosen = chosen_policies(settings.checkpoint)
-        copies = settings.checkpoint == "async" or any(each.asynchronous for each in chosen)
-        return sum(self.memory[each] or 0 for each in self.offloaded) + sum(saved) * copies
+def _peak(step: FakeStep, memory: dict[str, int | None], offloaded: Sequence[str]) -> int | None:
+    """Add what a step has used to the memory of a process; return its peak."""
+    memory["activations"] = step.kept
+    if step.is_own:
+        if "gathered" in memory:
+            memory["gathered"] = step.at_peak.get("gathered", 0)
+        # The optimizer's step is made where its state is.
+        on_host = {*offloaded, "step"} if offloaded else ()
+        peak = sum(size for kind, size in step.at_peak.items() if kind not in on_host)
+        memory["temporary"] = max(0, peak - _known(memory, offloaded))
+        return peak
+    temporary = step.at_peak.get("activations", 0) + step.at_peak.get("step", 0) - step.kept
+    memory["temporary"] = max(0, temporary)
+    return None if None in memory.values() else _known(memory, offloaded)
 
-    def _known(self) -> int:
-        """Return the bytes that are known, without those that are offloaded."""
-        return sum(size or 0 for part, size in self.memory.items() if part not in self.offloaded)
+
+def _known(memory: Mapping[str, int | None], offloaded: Sequence[str]) -> int:
+    """Return the bytes that are known, without those that are offloaded."""
+    return sum(size or 0 for part, size in memory.items() if part not in offloaded)
 
 
 def _precision_text(precision: Precision, gathered: torch.dtype | None) -> str:
