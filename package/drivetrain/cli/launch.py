@@ -61,12 +61,15 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError(f"--max-restarts takes a number, at least 0, not {parsed.max_restarts}")
     torchrun = [*_where(parsed), "--nproc-per-node", str(devices), "--max-restarts", "0"]
     torchrun += ["--monitor-interval", _LOOKING, *(["--module"] if parsed.module else [])]
-    if not parsed.module and not os.path.isfile(parsed.program):
-        raise ConfigError(f"no file {parsed.program!r}; for a module, write -m before its name")
     for option in ("rendezvous", "address"):
         given = getattr(parsed, option)
         if given is not None:
+            port = re.search(r":(\d+)$", given)
+            if port and not 0 < int(port[1]) < 65_536:
+                raise ConfigError(f"--{option} {given}: a port is a number from 1 to 65535")
             check_resolves(re.sub(r":\d*$", "", given).strip("[]"), f"--{option}")
+    if not parsed.module and not os.path.isfile(parsed.program):
+        raise ConfigError(f"no file {parsed.program!r}; for a module, write -m before its name")
     threads = threads_per_rank(devices, os.environ)
     variables = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     attempts = _Attempts(parsed.max_restarts, variables, parsed.log_dir)
@@ -133,6 +136,9 @@ def _where(parsed: argparse.Namespace) -> list[str]:
 def _elastic(parsed: argparse.Namespace) -> list[str]:
     if parsed.address is not None or parsed.node_rank is not None:
         raise ConfigError("--rendezvous numbers the machines itself: leave out --address and --node-rank")
+    numbers = [int(each) for each in re.findall(r"\d+", parsed.nodes)]
+    if not re.fullmatch(r"[1-9]\d*(:\d+)?", parsed.nodes) or numbers != sorted(numbers):
+        raise ConfigError(f"--nodes takes a number of machines, or MIN:MAX such as 1:4, not {parsed.nodes!r}")
     if ":" in parsed.nodes and parsed.max_restarts == 0:
         raise ConfigError(
             f"--nodes {parsed.nodes}: all processes restart when a machine joins or leaves. Allow"
@@ -206,7 +212,10 @@ class _Attempts:
         if self._log_dir is None:
             logs = Path(tempfile.mkdtemp(prefix="drivetrain-launch-"))
         else:
-            Path(self._log_dir).mkdir(parents=True, exist_ok=True)
+            try:
+                Path(self._log_dir).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"--log-dir {self._log_dir} cannot be made: {error}") from error
             name = f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}-{self._restarts - self._left}-"
             logs = Path(tempfile.mkdtemp(prefix=name, dir=self._log_dir))
             words = ["--redirects", "3", "--tee", "0:3", *words]
