@@ -45,7 +45,10 @@ def names_the_sleeping_rank(ended: Any, size: int, limit: float) -> None:
 @pytest.mark.real("ranks hang and are ended")
 def test_a_rank_that_sleeps_or_whose_data_does_not_come_ends_all_and_is_named() -> None:
     data = {"where": "dataset", "act": "time.sleep(1000)", "hang_timeout": 6.0}
-    found = run_all("training.py", {"sleeps": {"devices": 3, "hang_timeout": 6.0, **SLEEPS}, "data": data})
+    holds = {**SLEEPS, "act": "import re; re.match('(a+)+$', 40 * 'a' + 'b')", "hang_timeout": 6.0}
+    sleeps = {"devices": 3, "hang_timeout": 6.0, **SLEEPS}
+    found = run_all("training.py", {"sleeps": sleeps, "data": data, "holds the interpreter": holds})
+    assert found["holds the interpreter"].code == 75
     names_the_sleeping_rank(found["sleeps"], 3, 6.0)
     assert found["data"].code == 75, found["data"].errors
     assert re.search(

@@ -42,7 +42,7 @@ from drivetrain.distributed.failure.messages import (
 from drivetrain.distributed.failure.stack_files import StackFiles, now
 from drivetrain.distributed.failure.watchdog import EXIT_HANG
 from drivetrain.distributed.interfaces import own_address
-from drivetrain.distributed.launch.children import count_channel, started, wait_for
+from drivetrain.distributed.launch.children import count_channel, end_all, started, wait_for
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.launch.programs import launched
 from drivetrain.distributed.launch.rendezvous import default_store
@@ -532,6 +532,7 @@ class FailureChannel:
             self._stacks.wait()
             if self.rank:
                 self._wait_for_exits()
+            end_all(started.values(), 0)  # such as one whose call holds the interpreter's lock
             if self._is_reporting():
                 sys.stderr.write(cause.block(self._stacks.told))
                 record(cause.failure(), cause.kind == "hang" or cause.rank == self.rank)
