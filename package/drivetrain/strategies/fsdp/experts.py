@@ -57,7 +57,7 @@ class ExpertParallel(ParallelStyle):
         for name, each in list(module.named_parameters()):
             part = distribute_tensor(each, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             module.register_parameter(name, nn.Parameter(part, each.requires_grad))
-        exchange = _TokenExchange(device_mesh, number)
+        exchange = _TokenExchange(device_mesh, number, type(module).__name__)
         module.register_forward_pre_hook(exchange.send)
         module.register_forward_hook(exchange.give_back, always_call=True)
         return module
@@ -66,19 +66,19 @@ class ExpertParallel(ParallelStyle):
 class _TokenExchange:
     """The exchange of a module's tokens, before and after its forward."""
 
-    def __init__(self, mesh: DeviceMesh, experts: int) -> None:
+    def __init__(self, mesh: DeviceMesh, experts: int, name: str) -> None:
         self._group, self._size, self._experts = mesh.get_group(), mesh.size(), experts
+        self._name = name  # of the class, which FSDP replaces
 
     def send(self, module: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
         """Return the tokens of all processes for this one's experts, by expert, and their counts.
 
         While the module's forward runs, its attributes are this process's parts of the parameters.
         """
-        name = type(module).__name__
         if len(inputs) != 2 or inputs[1].shape != (self._experts,):
             raise StrategyError(
-                f"{name}.forward, whose experts are divided among processes, gets (tokens, counts) without"
-                f" names: the tokens by expert, and {self._experts} counts of them"
+                f"{self._name}.forward, whose experts are divided among processes, gets (tokens, counts)"
+                f" without names: the tokens by expert, and {self._experts} counts of them"
             )
         tokens, counts = inputs
         received = torch.empty_like(counts)
@@ -92,9 +92,8 @@ class _TokenExchange:
             # Waits for the device, as the exchange must.
             self._sent, self._received = by_process.sum(2).tolist()
             if sum(self._sent) != len(tokens):
-                raise StrategyError(
-                    f"{name}: the counts add up to {sum(self._sent)}, for {len(tokens)} tokens"
-                )
+                total = sum(self._sent)
+                raise StrategyError(f"{self._name}: the counts add up to {total}, for {len(tokens)} tokens")
             here = by_process[1]
             numbers = torch.arange(here.shape[1], device=here.device).repeat(self._size)
             self._order = numbers.repeat_interleave(received).argsort(stable=True)
@@ -109,9 +108,8 @@ class _TokenExchange:
         if output is None:
             return None
         if len(output) != len(self._order):
-            raise StrategyError(
-                f"{type(module).__name__}.forward returned {len(output)} rows for {len(self._order)} tokens"
-            )
+            rows = len(self._order)
+            raise StrategyError(f"{self._name}.forward returned {len(output)} rows for {rows} tokens")
         if not len(output):  # the others wait for its backward, even if the forward has used nothing
             output = output + sum(each.sum() for each in (inputs[0], *parts))
         return self._exchanged(output[self._order.argsort()], self._received, self._sent)
