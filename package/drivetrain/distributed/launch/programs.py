@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -69,6 +70,8 @@ def ensure_ranks(local_world_size: int, num_nodes: int = 1) -> ProcessEnvironmen
     asked = local_world_size * num_nodes
     found = detect(os.environ)
     if found is not None:
+        if _launched is not None or PARENT in os.environ:
+            found = replace(found, launcher="drivetrain")  # the variables are torchrun's
         _check_size(found, local_world_size, num_nodes)
         if PARENT in os.environ and not _followed:
             _followed = True
