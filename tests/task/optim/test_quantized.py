@@ -125,6 +125,7 @@ def test_refusals_of_quantized_optimizers_and_their_state() -> None:
     cases: dict[str, tuple[Any, ...]] = {
         "amsgrad": (fit(amsgrad=True), "AdamW8bit", "amsgrad=True", "'adamw'"),
         "no block": (fit(block_size=0), "block_size", "not 0"),
+        "no divisor": (fit(block_size=333), "block_size=333", "no state would be quantized"),
         "another size": (lambda: load_state_by_name(twin, names, tensors, meta), "same block_size"),
         "no part": (lambda: load_state_by_name(optimizer, names, tensors, broken), "lacks the parts"),
     }

@@ -24,6 +24,9 @@ PART = "."
 
 _OF_TORCHAO = ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")
 
+_LEAST_ELEMENTS = 4096
+"""torchao quantizes states of at least this many elements."""
+
 QUANTIZED = {name.lower(): f"drivetrain.task.optim.quantized:{name.lower()}" for name in _OF_TORCHAO}
 """The rows of `OPTIMIZERS` that torchao provides."""
 
@@ -108,6 +111,12 @@ def check_quantized(optimizer: Optimizer) -> None:
     if size is not None and not (type(size) is int and size >= 1):
         raise ConfigError(f"{name}(block_size=...) is a whole number of elements, such as 256, not {size!r}")
     parameters = list(chain.from_iterable(group["params"] for group in groups))
+    large = [each.numel() for each in parameters if each.numel() >= _LEAST_ELEMENTS]
+    if size and large and all(each % size for each in large):
+        raise ConfigError(
+            f"{name}(block_size={size}) divides the number of elements of no parameter, so that no state"
+            f" would be quantized. Use a power of two, such as 256; the largest has {max(large)} elements"
+        )
     if any(hasattr(each, "placements") for each in parameters):
         raise ConfigError(
             f"{type(optimizer).__name__} on sharded parameters: a checkpoint could not hold its state's"
