@@ -1,8 +1,9 @@
 """What a step leaves in attributes of the task, wherever it is, comes back at a resume to the bit."""
 
+import argparse
 import random
 import re
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -306,13 +307,17 @@ NAMED: dict[str, tuple[Any, ...]] = {  # a value, what changes it or takes its p
     "a function in a dict": ({"n": 1}, lambda value: value.update(then=print), r"^kept\['then'\]: builtin_"),
     "a row in a list": ((1, []), lambda value: value[1].append(Row(1)), r"^kept\[1\]\[0\]: tests.*Row$"),
     "a class in a state": (Memory(), lambda value: setattr(value, "count", int), r"\(\)\['count'\]: type$"),
-    "a data class": (Settings(), Settings(2.0), "Settings$"),
+    "a data class": (Settings(), lambda value: setattr(value, "rate", 2.0), "Settings$"),
     "a generator of the fit's own": (None, torch.Generator(), r"^torch\._C\.Generator$"),
     "a view of a weight": (None, WEIGHT.detach()[:2], r"^a view of 'weight'$"),
-    "an array of another byte order": (np.ones(2, ">f4"), np.zeros(2, ">f4"), r"^numpy\.ndarray$"),
+    "an array of another byte order": (np.ones(2, ">f4"), lambda value: value.fill(2), r"^numpy\.ndarray$"),
+    "a namespace": (argparse.Namespace(), lambda value: setattr(value, "rate", 1)),
     "a date": (datetime(2020, 1, 1), datetime(2020, 1, 2)),
+    "a dict of a class": (UserDict(), lambda value: value.update(rate=1)),
+    "an object in an object": (Note("a", Note("b", 1)), lambda value: setattr(value.value, "value", 2)),  # type: ignore[arg-type]
     "a number beside an object": ([Note("a", 1), 1], lambda value: value.append(2)),
-    "tensors as keys": ({torch.zeros(1): 0}, {torch.zeros(1): 1}),
+    "dates of numpy": (np.array(["2020"], "M8[Y]"), lambda value: value.fill("2021")),
+    "tensors as keys": ({torch.zeros(1): 0}, lambda value: value.update(dict.fromkeys(value, 1))),
     "a module of the fit's own": ([], lambda value: value.append(nn.Linear(1, 1))),
     "over 60 MB of text": ("", "a" * (61 << 20)),
 }

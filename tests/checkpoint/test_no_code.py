@@ -24,6 +24,7 @@ KNOWN = {
     "core/public.py": ["importlib", "pkgutil"],  # our own modules, by a fixed table
     "core/synonyms.py": ["importlib"],  # the data file beside it
     "core/registry.py": ["importlib", "importlib.metadata", "importlib.util"],  # rows, ours and others'
+    "task/attribute_state.py": ["pickle"],  # what pickle would store of an object, for a digest of it
     "task/stored.py": ["typing.get_type_hints"],  # of annotations in the code
     # by `weights_only=True` alone; the error that it raises
     "checkpoint/weights/torch_files.py": ["pickle", "torch.load"],

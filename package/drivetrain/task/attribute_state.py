@@ -1,16 +1,17 @@
 """State of a task that its state dict leaves out: what its attributes hold and a fit has changed.
 
 A value becomes a node: a plain value, or a list that begins with the name of a method of `_Restorer`, without
-`as_`. A value that has no node is known by its identity, so that another object in its place is a change. A
-file fills objects of the program and makes tensors, arrays and containers; it calls nothing of the user's but
-`load_state_dict`.
+`as_`. A value that has no node has a digest alone, so that a change of it is known. A file fills objects of
+the program and makes tensors, arrays and containers; it calls nothing of the user's but `load_state_dict`.
 """
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -248,7 +249,9 @@ class _Walk:
             del self._paths[each]
 
     def _mix(self, *token: Any) -> None:
-        data = ascii(token).encode()
+        self._write(ascii(token).encode())
+
+    def _write(self, data: bytes) -> None:
         self._hash.update(data)
         self._size += len(data) // 200
         if self._size > _TOO_MANY:
@@ -317,8 +320,7 @@ class _Walk:
 
     def _unstorable(self, value: Any, path: str, what: str) -> None:
         self._lose(path, what)
-        self._held.append(value)
-        self._mix(id(value))
+        _Digest(self._write, self._named, self._held).dump(value)
 
     def _tensor(self, tensor: Tensor, path: str, is_begun: bool) -> Node:
         owner = self._memory.get(_address(tensor))
@@ -335,6 +337,35 @@ class _Walk:
         self._mix(learnt, whole.shape, whole.dtype)
         self._hash.update(bytes_of(whole))
         return ["tensor", is_begun, tensor.device.type, learnt, [*dense.stride()], whole]
+
+
+class _Digest(pickle.Pickler):
+    """Writes an object as pickle would; a part that pickle cannot store is written by its identity.
+
+    Args:
+        write: Receives bytes.
+        named: The names of modules and weights by their id; they are not read.
+        held: Receives the objects that have an identity alone, to keep them.
+    """
+
+    def __init__(self, write: Any, named: Mapping[int, str], held: list[Any]) -> None:
+        super().__init__(SimpleNamespace(write=write), 4)
+        self._named, self._held = named, held
+
+    def persistent_id(self, value: Any) -> Any:
+        if (name := self._named.get(id(value))) is not None:
+            return name
+        return self._identity(value) if is_skipped(value) else None
+
+    def reducer_override(self, value: Any) -> Any:
+        try:
+            return value.__reduce_ex__(4)
+        except Exception:  # of the object's own methods too
+            return id, (self._identity(value),)
+
+    def _identity(self, value: Any) -> int:
+        self._held.append(value)
+        return id(value)
 
 
 class _MissingError(Exception):
