@@ -49,14 +49,14 @@ def test_runs_are_compared_by_settings_and_last_values(
 ) -> None:
     assert main(["runs", "compare", *runs, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["settings"]["trainer.max_grad_norm"] == ["not given", "1e-05"]
+    assert found["settings"]["trainer.max_grad_norm"] == ["None", "1e-05"]
     assert "trainer.seed" not in found["settings"]
     good, bad = read_runs(runs)
     steps, values = bad.read_curves()["train/loss"]
     assert steps == [1, 2, 3, 4]
     assert found["last"]["train/loss"] == [good.read_curves()["train/loss"][1][-1], values[-1]]
     assert main(["runs", "compare", *runs]) == 0
-    assert re.search(r"trainer.max_grad_norm +not given +1e-05", capsys.readouterr().out)
+    assert re.search(r"trainer.max_grad_norm +None +1e-05", capsys.readouterr().out)
     assert differences([good, good]) == {}
 
 
@@ -126,7 +126,7 @@ def test_a_report_has_curves_states_settings_and_messages_and_no_markup_of_their
     assert states == [("bad", "ValueError", 5), ("good", "finished", 10)]
     said = [[1, "warning", "look <b>here</b>"], [1, "ValueError", "no </script> more"]]
     assert [each["messages"] for each in found["runs"]] == [said, []]
-    assert {"name": "trainer.max_grad_norm", "minor": False, "of": ["1e-5", "not given"]} in found["settings"]
+    assert {"name": "trainer.max_grad_norm", "minor": False, "of": ["1e-5", "None"]} in found["settings"]
     curves = {each["name"]: each for each in found["curves"]}
     assert [each["group"] for each in curves.values()] == ["train", "validation"]
     drawn, (steps, values) = curves["train/loss"]["of"][1], read_runs(runs[:1])[0].read_curves()["train/loss"]

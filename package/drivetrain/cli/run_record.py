@@ -46,12 +46,10 @@ class RunRecord:
 
 def read_runs(paths: Sequence[str]) -> list[RunRecord]:
     """Read runs; a directory without a ledger stands for the runs below it."""
-    from drivetrain.loggers.files import flat  # late: the help of a command does not need it
-
     ledgers = [read_ledger(run) for each in paths for run in _runs_at(Path(each))]
     directories = [each.directory.resolve() for each in ledgers]
     return [
-        RunRecord(name, ledger, dict(flat(_settings(ledger.directory))))
+        RunRecord(name, ledger, _flat(_settings(ledger.directory)))
         for name, ledger in zip(_names(directories), ledgers, strict=True)
     ]
 
@@ -152,3 +150,12 @@ def _settings(directory: Path) -> Any:
         return read_json(file)
     except (OSError, ValueError) as error:
         raise DataError(f"{str(file)!r} cannot be read: {error}") from error
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: value} if prefix else {}
+    found: dict[str, Any] = {}
+    for key, each in value.items():
+        found |= _flat(each, f"{prefix}.{key}" if prefix else str(key))
+    return found
