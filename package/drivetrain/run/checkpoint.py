@@ -268,12 +268,17 @@ def _check_frozen(run: Run, snapshot: Snapshot) -> None:
             " its weights: task.load_weights(path)"
         )
     mine, theirs = dict(info_of(run.task).origin), origin_of(snapshot.objects.get("hparams"))
-    check_same(stored, run.frozen.found, "the checkpoint")
-    if mine and theirs and mine != theirs and has_unknown(run.frozen.found):  # no hashes prove them equal
-        raise CheckpointError(
-            f"the frozen parameters of the checkpoint are those of {_named(theirs)}, and this run has those"
-            f" of {_named(mine)}. Load the same ones"
-        )
+    differ = mine != theirs and bool(mine) and bool(theirs)
+    other = (
+        f"the frozen parameters of the checkpoint are those of {_named(theirs)}, and this run has those of"
+        f" {_named(mine)}. Load the same ones"
+    )
+    try:
+        check_same(stored, run.frozen.found, "the checkpoint")
+    except CheckpointError as error:
+        raise CheckpointError(f"{other}: {error}") if differ else error from None
+    if differ and has_unknown(run.frozen.found):  # the hashes do not prove that they are equal
+        raise CheckpointError(other)
 
 
 def _named(origin: Mapping[str, str]) -> str:

@@ -21,6 +21,12 @@ from drivetrain.strategies.single import SingleDevice
 ONE_PROCESS = ("single", "mps", "xpu")
 """Names of strategies that never run several processes."""
 
+_TO_EVALUATE = (
+    ". An evaluation does not need a single process: on several each sample counts once, and all get the same"
+    " numbers. With strategy=drivetrain.strategies.SingleDevice('cpu') each process evaluates everything"
+)
+"""Advice for a program that runs as several processes and asks for one, usually to evaluate."""
+
 
 class Choice(NamedTuple):
     """The strategy, device and number of processes of a run.
@@ -78,7 +84,7 @@ def choose(
     kind = _device_kind(name, request.device, hardware)
     local, total = _processes(name, kind, hardware, environment, devices, num_nodes)
     if total > 1 and (name in ONE_PROCESS or kind in ("mps", "xpu", "xla")):
-        raise _only_one(name, kind, total)
+        raise _only_one(name, kind, total, environment is not None)
     # Each process of a launcher that has started one per GPU sees all GPUs: see `join`.
     if kind == "cuda" and local > hardware.cuda:
         raise _too_few_gpus(hardware, local)
@@ -290,17 +296,17 @@ def _check_launcher(environment: ProcessEnvironment, devices: int | str, num_nod
     raise StrategyError(
         f"this program was started as {_counted(total)}, {local} on this machine, but devices={devices!r} and"
         f" num_nodes={num_nodes} ask for another number. Leave both out to use these processes in every run,"
-        " also for an evaluation, or start as many as are asked for"
+        f" or start as many as are asked for{_TO_EVALUATE if devices == 1 else ''}"
     )
 
 
-def _only_one(name: str, kind: str, total: int) -> StrategyError:
+def _only_one(name: str, kind: str, total: int, started: bool) -> StrategyError:
     other = "'ddp' or 'fsdp' for several processes"
     if kind != "cuda":
         other = "'xla_fsdp' for all XLA devices of one process, or strategy='cpu' for several on the CPU"
     return StrategyError(
         f"strategy {name!r} runs 1 process on {kind}, not {total}. Leave devices out and start one process,"
-        f" or use {other}"
+        f" or use {other}{_TO_EVALUATE if started else ''}"
     )
 
 

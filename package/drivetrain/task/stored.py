@@ -54,6 +54,14 @@ class StoredTask:
                 if made is None:
                     lacking.add(name)
                 arguments[name] = made
+        parameters = {each.name: each.kind for each in parameters_of(cls)}
+        strange = sorted(lacking.difference(parameters))
+        if strange and inspect.Parameter.VAR_KEYWORD not in parameters.values():
+            raise ConfigError(
+                f"{self.path} is a checkpoint of another task: its constructor has the arguments"
+                f" {', '.join(map(repr, strange))}, which {cls.__name__} does not take. Call"
+                " from_checkpoint of the class that was trained"
+            )
         if lacking:
             first, *_ = names = sorted(lacking)
             raise ConfigError(

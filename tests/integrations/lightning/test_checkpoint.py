@@ -104,5 +104,5 @@ def test_a_run_takes_weights_of_a_checkpoint_of_lightning_and_does_not_resume_fr
     task = as_task(made())
     assert "a checkpoint of Lightning" in str(task.load_weights(path))
     assert torch.equal(task.module.net.weight, weight)
-    with pytest.raises(ConfigError, match=r"Only its weights can be read.*task\.load_weights\(path\)"):
+    with pytest.raises(ConfigError, match=r"from weights in a file, call task\.load_weights\(path\)"):
         quiet(max_epochs=1).fit(task, data, resume=path)
