@@ -47,7 +47,7 @@ _FAILED = "drivetrain/failed"
 """A key in the store: the first failure of an attempt."""
 
 _HEARD = 2.0
-"""Seconds in which the other machines learn of a failure: they look once a second."""
+"""Seconds after which the other machines know of a failure, because they look once a second."""
 
 
 class Machines:

@@ -1,4 +1,4 @@
-"""What is answered for tensors without values, and for ranks without processes."""
+"""Answers for tensors without values, and for ranks without processes."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def fake_step(
             train_step([micro_batch])  # makes the optimizers' states
             flops.read()
         measured = engine.passes + 1
-        # Those of a generator step run side by side.
+        # The micro-batches of a generator step run side by side.
         run = accumulation if engine.interleaved else min(accumulation, _LIKE_ALL)
         with StepWatch(copy, optimizers, meta, fake) as watch:
             train_step([micro_batch] * run)
