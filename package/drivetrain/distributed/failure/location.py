@@ -11,8 +11,9 @@ import inspect
 import os
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from types import CodeType, FrameType
@@ -64,17 +65,17 @@ def thread_location(thread: int) -> str:
 
     Empty if the thread is in no named function.
     """
-    return _innermost(each.f_code for each in _outward(sys._current_frames().get(thread)))
+    return _innermost([each.f_code for each in _outward(_frames().get(thread))])
 
 
 def phase_of_thread(thread: int) -> tuple[Phase, str]:
     """Return a thread's phase and, if it waits, the collective, such as "barrier (train.py:12)"."""
-    threads = sys._current_frames()
-    stack = list(_outward(threads.get(thread)))
+    threads = _frames()
+    stack = _outward(threads.get(thread))
     awaited = {named_locations.waits[each.f_code] for each in stack if each.f_code in named_locations.waits}
     if awaited:
         others = (each.ident for each in threading.enumerate() if each.name in awaited)
-        stack = next((list(_outward(threads.get(each))) for each in others if each in threads), stack)
+        stack = next((_outward(threads.get(each)) for each in others if each in threads), stack)
     if stack and is_collective(stack[0]):
         return Phase.WAITS, _collective(stack)
     opaque = (*named_locations.opaque, _XLA, *_DEBUGGERS)
@@ -98,10 +99,19 @@ def _collective(stack: list[FrameType]) -> str:
     return name or "a collective"
 
 
-def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+def _frames() -> dict[int, FrameType]:
+    """Return the threads' frames at the start of a turn of the interpreter, which lasts some 5 ms."""
+    time.sleep(0)
+    return sys._current_frames()
+
+
+def _outward(frame: FrameType | None) -> list[FrameType]:
+    """Return a frame and its callers, read at once: a thread that runs meanwhile frees its frames."""
+    stack = []
     while frame is not None:
-        yield frame
+        stack.append(frame)
         frame = frame.f_back
+    return stack
 
 
 def users_line(error: BaseException) -> str:
