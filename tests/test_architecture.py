@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.support.counts import (
-    BUDGET as SIZES,
-)
+from tests.support.counts import BUDGET as SIZES
 from tests.support.counts import (
     CONDITIONS,
     MEMBERS,

@@ -87,11 +87,7 @@ def test_samples_that_restarts_lose_or_repeat_are_found(tmp_path: Path) -> None:
                 rows = [{"step": None, "time": float(attempt)}]
                 for step in range(first, until):
                     start = step % (SAMPLES // 4) * 4 + 2 * rank
-                    row = {
-                        "step": step + 1,
-                        "epoch": step * 4 // SAMPLES,
-                        "samples": [start, start + 1],
-                    }
+                    row = {"step": step + 1, "epoch": step * 4 // SAMPLES, "samples": [start, start + 1]}
                     rows.append({**row, "time": attempt + 0.01 * (step - first + 1), **change})
                 file = tmp_path / f"witness-{attempt}.000-{rank}.jsonl"
                 file.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")

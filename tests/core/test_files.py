@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.core import files
-from drivetrain.core.files import (
-    NotAFileError,
-    check_path,
-    lines_of,
-    make_directory,
-    open_file,
-    read_json,
-)
+from drivetrain.core.files import NotAFileError, check_path, lines_of, make_directory, open_file, read_json
 
 KINDS = {
     "pipe": (os.mkfifo, "is a pipe"),

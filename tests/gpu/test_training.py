@@ -10,14 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import (
-    Callback,
-    CheckpointConfig,
-    LambdaCallback,
-    OptimizerConfig,
-    TaskModule,
-    Trainer,
-)
+from drivetrain import Callback, CheckpointConfig, LambdaCallback, OptimizerConfig, TaskModule, Trainer
 from drivetrain.checkpoint import load_weights
 from drivetrain.data import MicroBatch, Transfer
 from drivetrain.strategies import SingleDevice

@@ -112,11 +112,7 @@ def test_a_finished_run_that_is_started_again_leaves_its_logs_as_they_are(tmp_pa
 
         stop = EarlyStopping("validation/loss", mode="max", stop_at=-1.0)
         own = {"validate_every": 8, "callbacks": [stop]} if ends == "early stopping" else {"max_steps": 8}
-        own["callbacks"] = [
-            LearningRateMonitor(),
-            GradientNorms(),
-            *own.get("callbacks", ()),
-        ]
+        own["callbacks"] = [LearningRateMonitor(), GradientNorms(), *own.get("callbacks", ())]
         own["callbacks"].append(LambdaCallback(on_log=die))
         options = {"log_every": 3, "on_nonfinite": "skip", "checkpoint": CheckpointConfig(every="3 steps")}
         trainer = quiet(**{"max_steps": 20, **options, **own}, loggers=NAMES, run_dir=tmp_path)

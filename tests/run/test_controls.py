@@ -96,10 +96,7 @@ class StopsAt(Callback):  # asks once to stop, after one step and on one rank
             run.stop("enough")
 
 
-@pytest.mark.parametrize(
-    ("least", "ends"),
-    [({}, 2), ({"min_steps": 2}, 2), ({"min_steps": 9}, 9)],
-)
+@pytest.mark.parametrize(("least", "ends"), [({}, 2), ({"min_steps": 2}, 2), ({"min_steps": 9}, 9)])
 def test_run_stop_waits_for_min_steps(least: dict[str, int], ends: int) -> None:
     result = fit(StopsAt(2), max_epochs=4, **least)
     assert (result.progress.steps, result.stop_reason) == (ends, "enough")

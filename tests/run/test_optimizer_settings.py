@@ -14,14 +14,7 @@ from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import (
-    ConstantLR,
-    CyclicLR,
-    ExponentialLR,
-    OneCycleLR,
-    SequentialLR,
-    StepLR,
-)
+from torch.optim.lr_scheduler import ConstantLR, CyclicLR, ExponentialLR, OneCycleLR, SequentialLR, StepLR
 
 from drivetrain import (
     CheckpointConfig,

@@ -70,10 +70,7 @@ def test_the_note_of_an_error_says_where_the_run_stood() -> None:
     fit, starting = quiet(max_epochs=1).fit, quiet(max_epochs=1, callbacks=[starts]).fit
     for call, *words in (
         (partial(fit, Failing(RuntimeError()), pairs()), "in training, after step 2, epoch 0, position 4"),
-        (
-            partial(starting, Regression(), pairs(), pairs(4)),
-            "in validation, batch 0, after step 5, rank 0",
-        ),
+        (partial(starting, Regression(), pairs(), pairs(4)), "in validation, batch 0, after step 5, rank 0"),
         (partial(quiet().validate, broken, odd), "in validation, batch ", "of loader 'odd'"),
     ):
         with pytest.raises(RuntimeError) as caught:

@@ -14,13 +14,7 @@ from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import (
-    Freeze,
-    FSDPConfig,
-    OptimizerConfig,
-    StrategyError,
-    TaskModule,
-)
+from drivetrain import Freeze, FSDPConfig, OptimizerConfig, StrategyError, TaskModule
 from drivetrain.strategies import SingleDevice
 from drivetrain.strategies.ddp import DDP, DDPConfig
 from drivetrain.strategies.fsdp.strategy import FSDP

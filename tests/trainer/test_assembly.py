@@ -15,13 +15,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
-from drivetrain import (
-    CheckpointConfig,
-    ConfigError,
-    LambdaCallback,
-    OptimizerConfig,
-    TorchSchedule,
-)
+from drivetrain import CheckpointConfig, ConfigError, LambdaCallback, OptimizerConfig, TorchSchedule
 from drivetrain.core.calendar import RunLength
 from drivetrain.core.progress import Progress
 from drivetrain.distributed.processes import local_rank, once_per_machine, world_size

@@ -78,8 +78,7 @@ def run(words: Sequence[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="drivetrain launch",
-        description="Start a program as several processes that train together.",
+        prog="drivetrain launch", description="Start a program as several processes that train together."
     )
     add = parser.add_argument
     add("--devices", default="auto", metavar="N", help="processes on this machine; default: one for each GPU")

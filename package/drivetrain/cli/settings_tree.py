@@ -20,14 +20,7 @@ from drivetrain.core.validation import flag
 OBJECTS = ("task", "data", "train_data", "validation_data")
 """Settings that name an object to import."""
 
-TEXTS = (
-    "resume",
-    "optimizer_settings",
-    "skip",
-    "checkpoint",
-    "save_to",
-    "depth",
-)
+TEXTS = ("resume", "optimizer_settings", "skip", "checkpoint", "save_to", "depth")
 """Settings that are texts, of the Trainer's verbs and of single commands; a number in a file is one too."""
 
 SWITCHES = ("joined", "metrics", "new_data")

@@ -215,12 +215,7 @@ class _Packing(NamedTuple):
         return (
             {name: each[None] for name, each in batch.items()}
             | others
-            | {
-                "cu_seq_lens_q": ends,
-                "cu_seq_lens_k": ends,
-                "max_length_q": longest,
-                "max_length_k": longest,
-            }
+            | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
         )
 
 

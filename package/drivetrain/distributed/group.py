@@ -12,13 +12,7 @@ from datetime import timedelta
 
 import torch
 from torch import distributed
-from torch._C._distributed_c10d import (
-    DebugLevel,
-    HashStore,
-    PrefixStore,
-    get_debug_level,
-    set_debug_level,
-)
+from torch._C._distributed_c10d import DebugLevel, HashStore, PrefixStore, get_debug_level, set_debug_level
 
 from drivetrain.core.errors import RankFailure, StrategyError
 from drivetrain.distributed.interfaces import GLOO
@@ -105,10 +99,7 @@ def join(world_size: int, device: str, timeout: timedelta | None = None) -> Memb
 
 
 def _connect(
-    environment: ProcessEnvironment | None,
-    world_size: int,
-    device: str,
-    timeout: timedelta | None,
+    environment: ProcessEnvironment | None, world_size: int, device: str, timeout: timedelta | None
 ) -> None:
     if environment is None and world_size > 1:
         raise StrategyError(

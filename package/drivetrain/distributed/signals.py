@@ -116,10 +116,7 @@ class Signals:
         self._thread.start()
 
     def attach(
-        self,
-        ask: Callable[[signal.Signals], None],
-        where: Callable[[], str],
-        code: int = EXIT_REQUEUE,
+        self, ask: Callable[[signal.Signals], None], where: Callable[[], str], code: int = EXIT_REQUEUE
     ) -> None:
         """Pass the first signal to `ask` from now on, so that the run can finish in order.
 

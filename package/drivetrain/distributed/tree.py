@@ -99,9 +99,7 @@ class _Packer:
     """The state of one call of `pack`: the tensors found so far."""
 
     def __init__(
-        self,
-        check: Callable[[Tensor, str], None],
-        typed: Callable[[Any], tuple[str, Any] | None] | None,
+        self, check: Callable[[Tensor, str], None], typed: Callable[[Any], tuple[str, Any] | None] | None
     ) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._check, self._typed = check, typed

@@ -113,11 +113,7 @@ class Ledger:
         """Mark the beginning of training: the time before was set-up."""
         run = self._run
         self._loop = _Loop(
-            perf_counter(),
-            self._restored,
-            dict(run.timing),
-            run.progress.steps,
-            run.last_checkpoint is None,
+            perf_counter(), self._restored, dict(run.timing), run.progress.steps, run.last_checkpoint is None
         )
         self.note("train")
 

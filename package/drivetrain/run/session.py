@@ -312,13 +312,7 @@ def _watchdog(timeout: float, run: Run) -> Watchdog:
     main = threading.get_ident()
 
     def progress() -> tuple[object, ...]:
-        return (
-            *_signs(),
-            run.stage,
-            run.evaluation.loader,
-            run.last_checkpoint,
-            _location(run),
-        )
+        return (*_signs(), run.stage, run.evaluation.loader, run.last_checkpoint, _location(run))
 
     def phase() -> Phase:
         return Phase.OUTSIDE if run.is_suspended else phase_of_thread(main)[0]

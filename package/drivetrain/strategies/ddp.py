@@ -17,13 +17,7 @@ from drivetrain.core.errors import StrategyError
 from drivetrain.core.validation import by_name
 from drivetrain.distributed.group import uncompared
 from drivetrain.distributed.processes import has_fake_ranks
-from drivetrain.strategies.base import (
-    MakeOptimizers,
-    Prepared,
-    Support,
-    has_bfloat16,
-    has_collectives,
-)
+from drivetrain.strategies.base import MakeOptimizers, Prepared, Support, has_bfloat16, has_collectives
 from drivetrain.strategies.checks import check_options, check_values
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.precision.base import Precision
@@ -90,15 +84,7 @@ class DDP(Replicated):
     config_type = DDPConfig
     leaves_out = "DDPConfig(find_unused_parameters=True)"
     needs = "several processes, on CPUs (gloo) or CUDA GPUs (NCCL)"
-    refusals = dict.fromkeys(
-        (
-            "recomputation",
-            "skipping",
-            "value_clipping",
-            "unfreezing",
-        ),
-        "",
-    )
+    refusals = dict.fromkeys(("recomputation", "skipping", "value_clipping", "unfreezing"), "")
 
     def __init__(self, config: DDPConfig | None = None, *, device: str = "cpu", world_size: int = 1) -> None:
         self.config = config or DDPConfig()

@@ -254,10 +254,7 @@ def read_stored(model: nn.Module, task: nn.Module, device: torch.device, of_shar
     if stored is not None:
         allocate(model, device, of_shards)
         stored.fill(
-            (
-                *task.named_parameters(remove_duplicate=False),
-                *task.named_buffers(remove_duplicate=False),
-            )
+            (*task.named_parameters(remove_duplicate=False), *task.named_buffers(remove_duplicate=False))
         )
         forget_weights(task)
 

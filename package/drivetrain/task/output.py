@@ -14,12 +14,7 @@ from drivetrain.core.types import Batch, StepOutput, Term
 from drivetrain.data.batch import map_tensors
 
 StepValues: TypeAlias = tuple[
-    Tensor | None,
-    tuple[str, ...],
-    Tensor | None,
-    Any,
-    Mapping[str, Any] | None,
-    Mapping[str, Term] | None,
+    Tensor | None, tuple[str, ...], Tensor | None, Any, Mapping[str, Any] | None, Mapping[str, Term] | None
 ]
 """A step's return value in parts.
 

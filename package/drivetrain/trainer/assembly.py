@@ -49,12 +49,7 @@ from drivetrain.run.ledger import fit_began
 from drivetrain.run.messages import is_probe
 from drivetrain.run.run import Run
 from drivetrain.run.setting_checks import check_outputs, checked_callbacks
-from drivetrain.run.settings import (
-    RunSettings,
-    check_strategy_settings,
-    has_run_dir,
-    same_on_all_ranks,
-)
+from drivetrain.run.settings import RunSettings, check_strategy_settings, has_run_dir, same_on_all_ranks
 from drivetrain.run.state import Start, Triggers
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.transforms.compile import as_compile

@@ -133,13 +133,7 @@ def _is_indexed(data: Any) -> bool:
     )
 
 
-def _peak(
-    settings: Settings,
-    task: TaskModule,
-    data: Any,
-    fit: Fit[Settings],
-    size: int,
-) -> int | None:
+def _peak(settings: Settings, task: TaskModule, data: Any, fit: Fit[Settings], size: int) -> int | None:
     """Return the bytes at the peak of the second step with batches of a size; None if memory runs out."""
     report = _PeakOfAll(show=False)
     strategy = settings.select_strategy()

@@ -104,11 +104,7 @@ def _begin(
 
 
 def evaluate_on(
-    trainer: RunSettings,
-    stage: str,
-    task: TaskModule,
-    data: Any,
-    checkpoint: str | None,
+    trainer: RunSettings, stage: str, task: TaskModule, data: Any, checkpoint: str | None
 ) -> dict[str, float]:
     """Evaluate; see `Trainer.validate`."""
     if _has_to_fork(trainer):

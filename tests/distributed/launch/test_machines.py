@@ -73,9 +73,7 @@ def test_a_command_of_a_page_trains_on_two_machines_as_in_one_process(page: str,
         torch.testing.assert_close(torch.tensor(each["weights"]), expected, atol=5e-7, rtol=0)
 
 
-def test_machines_come_and_go_and_each_start_is_a_fit_of_its_size(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_machines_come_and_go_and_each_start_is_a_fit_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     line, _ = block("launching-in-detail.md", "--nodes 1:2")
     with two_machines() as machines:

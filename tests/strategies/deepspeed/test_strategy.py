@@ -130,9 +130,7 @@ def _from_meta(weights: str | None, precision: str) -> None:
 
 
 @pytest.mark.nightly
-def test_deepspeed_task_from_the_meta_device_is_as_one_that_was_made_whole(
-    tmp_path: Path,
-) -> None:
+def test_deepspeed_task_from_the_meta_device_is_as_one_that_was_made_whole(tmp_path: Path) -> None:
     export_weights(Plain().state_dict(), tmp_path / "model.safetensors")
     run_distributed(_from_meta, None, "32")
     run_distributed(_from_meta, str(tmp_path), "32")

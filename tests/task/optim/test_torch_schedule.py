@@ -23,13 +23,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from drivetrain import (
-    CheckpointConfig,
-    CheckpointError,
-    ConfigError,
-    LambdaCallback,
-    TorchSchedule,
-)
+from drivetrain import CheckpointConfig, CheckpointError, ConfigError, LambdaCallback, TorchSchedule
 
 NO_BETTER = {"threshold": 1e6, "threshold_mode": "abs"}  # no value improves on the first one
 PLATEAU = functools.partial(ReduceLROnPlateau, factor=0.5, patience=0, min_lr=0.05, **NO_BETTER)

@@ -14,11 +14,7 @@ from drivetrain.testing.resume.check import Check, check_fit
 
 def every_callback() -> list[Any]:
     log = ours.LambdaCallback(on_log=lambda run: run.log("epoch", run.progress.epoch))
-    measure = [
-        ours.CompileTime(),
-        ours.DeviceStats(),
-        ours.GradientNorms(per_layer=True),
-    ]
+    measure = [ours.CompileTime(), ours.DeviceStats(), ours.GradientNorms(per_layer=True)]
     measure += [
         ours.LearningRateMonitor(),
         ours.MemoryReport(show=False),

@@ -19,12 +19,7 @@ from drivetrain.checkpoint.format.strict_json import dump_json
 from drivetrain.checkpoint.format.tensors import Hashes, tensor_chunks
 from drivetrain.checkpoint.saving.reading import Reader, open_checkpoint
 from drivetrain.checkpoint.saving.sharding import Like, plan_save
-from drivetrain.checkpoint.storage.files import (
-    Bytes,
-    delete_if_there,
-    write_chunks,
-    write_file,
-)
+from drivetrain.checkpoint.storage.files import Bytes, delete_if_there, write_chunks, write_file
 from drivetrain.checkpoint.storage.filesystem import REMOVING, SAVING, FileSystem, Sink, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.core.errors import CheckpointError

@@ -22,12 +22,7 @@ from types import NoneType
 
 from drivetrain.checkpoint.format.strict_json import as_record, parse_json
 from drivetrain.checkpoint.storage.files import HashedReader, delete_if_there, write_atomically, write_file
-from drivetrain.checkpoint.storage.filesystem import (
-    SAVING,
-    DamagedCheckpointError,
-    FileSystem,
-    os_errors,
-)
+from drivetrain.checkpoint.storage.filesystem import SAVING, DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.core.errors import CheckpointError, ConfigError, DrivetrainError
 from drivetrain.core.types import Json
 from drivetrain.distributed.failure.heartbeat import is_gone, machine

@@ -11,14 +11,7 @@ from operator import attrgetter
 from drivetrain.checkpoint.format.manifest import Snapshot
 from drivetrain.checkpoint.saving.background import Background, HostBuffers
 from drivetrain.checkpoint.saving.config import CheckpointConfig, as_policies, rankings
-from drivetrain.checkpoint.saving.index import (
-    PURPOSE,
-    Entry,
-    oldest_first,
-    rank,
-    retain,
-    write_index,
-)
+from drivetrain.checkpoint.saving.index import PURPOSE, Entry, oldest_first, rank, retain, write_index
 from drivetrain.checkpoint.saving.io import CheckpointIO, DirectoryCheckpointIO
 from drivetrain.checkpoint.saving.lock import DirectoryLock
 from drivetrain.checkpoint.saving.recovery import load_together, recover, set_aside

@@ -24,11 +24,7 @@ from drivetrain.checkpoint.format.strict_json import parse_json
 from drivetrain.checkpoint.format.tensors import DTYPES, Hashes, TensorSpan, bytes_of, read_header, room_for
 from drivetrain.checkpoint.saving.sharding import Box, Like, box_to_read, is_sharded
 from drivetrain.checkpoint.storage.files import HashedReader
-from drivetrain.checkpoint.storage.filesystem import (
-    DamagedCheckpointError,
-    FileSystem,
-    os_errors,
-)
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.core.errors import CheckpointError, nearest
 from drivetrain.core.types import Json

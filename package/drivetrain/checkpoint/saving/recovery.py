@@ -6,12 +6,7 @@ import socket
 from contextlib import suppress
 
 from drivetrain.checkpoint.format.manifest import MANIFEST, Snapshot
-from drivetrain.checkpoint.saving.index import (
-    INDEX,
-    Entry,
-    read_index,
-    write_index,
-)
+from drivetrain.checkpoint.saving.index import INDEX, Entry, read_index, write_index
 from drivetrain.checkpoint.saving.io import UNFINISHED, CheckpointIO, discard, free_bad_name
 from drivetrain.checkpoint.saving.reading import Reader
 from drivetrain.checkpoint.saving.run_directory import entries_of

@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.format.manifest import SavePlan
-from drivetrain.checkpoint.format.records import (
-    MAX_PIECES,
-    MAX_PROCESSES,
-    Cut,
-    Layout,
-    TensorRecord,
-    cells,
-)
+from drivetrain.checkpoint.format.records import MAX_PIECES, MAX_PROCESSES, Cut, Layout, TensorRecord, cells
 from drivetrain.checkpoint.format.tensors import CODES, check_tensor
 from drivetrain.core.errors import CheckpointError
 from drivetrain.distributed.ranks import Ranks

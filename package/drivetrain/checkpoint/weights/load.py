@@ -12,13 +12,7 @@ from torch import Tensor
 
 from drivetrain.checkpoint.format.manifest import MANIFEST
 from drivetrain.checkpoint.format.records import TENSORS
-from drivetrain.checkpoint.format.tensors import (
-    DTYPES,
-    read_header,
-    read_left_out,
-    read_tensors,
-    room_for,
-)
+from drivetrain.checkpoint.format.tensors import DTYPES, read_header, read_left_out, read_tensors, room_for
 from drivetrain.checkpoint.saving.index import read_index
 from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS, load_newest, near

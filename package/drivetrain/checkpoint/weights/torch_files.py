@@ -16,12 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.storage.filesystem import (
-    LOCAL,
-    DamagedCheckpointError,
-    FileSystem,
-    os_errors,
-)
+from drivetrain.checkpoint.storage.filesystem import LOCAL, DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.weights.module_state import clean_names, is_extra
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.registry import Registry

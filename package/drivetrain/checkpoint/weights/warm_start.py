@@ -15,21 +15,9 @@ from drivetrain.checkpoint.saving.sharding import is_sharded
 from drivetrain.checkpoint.weights.dtypes import check_range
 from drivetrain.checkpoint.weights.frozen import check_same, fingerprints
 from drivetrain.checkpoint.weights.load import Found, describe_weights, find_weights
-from drivetrain.checkpoint.weights.module_state import (
-    clean_name,
-    full_state,
-    hint,
-    is_extra,
-    put_state,
-)
+from drivetrain.checkpoint.weights.module_state import clean_name, full_state, hint, is_extra, put_state
 from drivetrain.checkpoint.weights.rename import Rename, renamed
-from drivetrain.checkpoint.weights.stored_rows import (
-    FileTensor,
-    differ,
-    forget_weights,
-    leave_weights,
-    same,
-)
+from drivetrain.checkpoint.weights.stored_rows import FileTensor, differ, forget_weights, leave_weights, same
 from drivetrain.checkpoint.weights.torch_files import TorchWeights
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.types import Json
@@ -102,11 +90,7 @@ class LoadReport:
 
 
 def load_weights_into(
-    module: nn.Module,
-    source: WeightSource | Found,
-    *,
-    strict: bool = True,
-    rename: Rename | None = None,
+    module: nn.Module, source: WeightSource | Found, *, strict: bool = True, rename: Rename | None = None
 ) -> LoadReport:
     """Copy weights from a source into a module, all or none.
 

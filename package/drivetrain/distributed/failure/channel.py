@@ -22,12 +22,7 @@ from drivetrain.distributed.call_order import CallOrder
 from drivetrain.distributed.failure import messages as failure_wire
 from drivetrain.distributed.failure.heartbeat import DIED, UNREACHABLE, Heartbeat, machine
 from drivetrain.distributed.failure.last_words import end_now, record, write_now
-from drivetrain.distributed.failure.location import (
-    Phase,
-    error_location,
-    phase_of_thread,
-    thread_location,
-)
+from drivetrain.distributed.failure.location import Phase, error_location, phase_of_thread, thread_location
 from drivetrain.distributed.failure.messages import (
     TOKEN_BYTES,
     Cause,

@@ -21,12 +21,7 @@ from drivetrain.distributed.failure.messages import TOKEN_BYTES, Cause, Line, Lo
 from drivetrain.distributed.failure.watchdog import ProgressTimeout
 from drivetrain.distributed.interfaces import listen
 from drivetrain.distributed.launch.children import ending, started, wait_for
-from drivetrain.distributed.sockets import (
-    closed_in_forks,
-    is_unreachable,
-    open_more_files,
-    out_of_files,
-)
+from drivetrain.distributed.sockets import closed_in_forks, is_unreachable, open_more_files, out_of_files
 from drivetrain.distributed.stopping import Poll
 
 _LOG = logger(__name__)

@@ -53,13 +53,7 @@ class Call:
         StrategyError: This process cannot start others.
     """
 
-    def __init__(
-        self,
-        function: Callable[[], Any],
-        rank: int = 0,
-        *,
-        method: str = _START_METHOD,
-    ) -> None:
+    def __init__(self, function: Callable[[], Any], rank: int = 0, *, method: str = _START_METHOD) -> None:
         if multiprocessing.current_process().daemon:
             raise StrategyError(
                 "this process is daemonic, as a worker of multiprocessing.Pool is, and so it cannot start"

@@ -26,13 +26,7 @@ from drivetrain.strategies.accelerate.options import (
     variables,
     word_of,
 )
-from drivetrain.strategies.base import (
-    MakeOptimizers,
-    Prepared,
-    Support,
-    has_collectives,
-    installed,
-)
+from drivetrain.strategies.base import MakeOptimizers, Prepared, Support, has_collectives, installed
 from drivetrain.strategies.checks import check_values
 from drivetrain.strategies.deepspeed.library import environment
 from drivetrain.strategies.loss_scale import LossScale
@@ -64,9 +58,7 @@ class Accelerate(Replicated):
         " [DistributedDataParallelKwargs(find_unused_parameters=True)]})"
     )
     needs = "the package accelerate; processes on CPUs (gloo) or CUDA GPUs (NCCL)"
-    refusals: Mapping[str, str] = {
-        **dict.fromkeys(("skipping", "value_clipping", "unfreezing"), ""),
-    }
+    refusals: Mapping[str, str] = {**dict.fromkeys(("skipping", "value_clipping", "unfreezing"), "")}
 
     def __init__(
         self, config: AccelerateConfig | None = None, *, device: str = "cpu", world_size: int = 1
@@ -159,12 +151,7 @@ class _Session:
     separate Accelerator, and the global state is restored afterwards.
     """
 
-    def __init__(
-        self,
-        config: AccelerateConfig,
-        mixed_precision: str,
-        member: Member,
-    ) -> None:
+    def __init__(self, config: AccelerateConfig, mixed_precision: str, member: Member) -> None:
         from accelerate.state import AcceleratorState, GradientState, PartialState
 
         self._shared = [each._shared_state for each in (PartialState, AcceleratorState, GradientState)]

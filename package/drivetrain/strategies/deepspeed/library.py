@@ -18,18 +18,7 @@ from drivetrain.strategies.base import Support, installed
 from drivetrain.task.optim.muon import CombinedOptimizer
 
 _ELEMENTWISE = frozenset(
-    {
-        "ASGD",
-        "Adadelta",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    }
+    {"ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
 """Elementwise optimizers: the step of a number depends only on its own gradients and state."""
 

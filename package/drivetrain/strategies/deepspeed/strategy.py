@@ -138,8 +138,7 @@ class DeepSpeed(Strategy):
         """Support '32'; with a stage above 0 also 'bf16-mixed' and '16-mixed'."""
         if precision.name not in PRECISIONS or type(precision) is not Precision:
             return Support(
-                False,
-                f"DeepSpeed keeps weights in float32; allowed are {', '.join(map(repr, PRECISIONS))}",
+                False, f"DeepSpeed keeps weights in float32; allowed are {', '.join(map(repr, PRECISIONS))}"
             )
         if self._plain and precision.name != "32":
             return Support(False, "stage 0 divides nothing, and mixes no precisions; use 'ddp', or stage 1")

@@ -19,12 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.ranks import ALONE, Ranks
-from drivetrain.distributed.tensors import (
-    average_gradients,
-    broadcast_buffers,
-    broadcast_module,
-    local_part,
-)
+from drivetrain.distributed.tensors import average_gradients, broadcast_buffers, broadcast_module, local_part
 from drivetrain.strategies.base import (
     MakeOptimizers,
     Memory,

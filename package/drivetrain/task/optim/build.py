@@ -20,26 +20,10 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Every
 from drivetrain.core.progress import Progress
 from drivetrain.core.validation import check_names, keywords
-from drivetrain.task.optim.config import (
-    OptimizerConfig,
-    OptimizerFactory,
-    is_dampened,
-    optimizer_title,
-)
-from drivetrain.task.optim.groups import (
-    embedding_parameters,
-    group_titles,
-    make_groups,
-    select_parameters,
-)
+from drivetrain.task.optim.config import OptimizerConfig, OptimizerFactory, is_dampened, optimizer_title
+from drivetrain.task.optim.groups import embedding_parameters, group_titles, make_groups, select_parameters
 from drivetrain.task.optim.quantized import check_quantized
-from drivetrain.task.optim.schedules import (
-    LENGTHS,
-    PlateauSchedule,
-    Schedule,
-    make_schedule,
-    warmed_up,
-)
+from drivetrain.task.optim.schedules import LENGTHS, PlateauSchedule, Schedule, make_schedule, warmed_up
 from drivetrain.task.optim.state import is_setting
 
 # Devices with fused kernels; they are the same for all floating-point dtypes.

@@ -70,9 +70,7 @@ def mup(module: nn.Module, base: nn.Module, weight_decay: float = 0.0) -> list[P
 
 
 def check_coordinates(
-    make: Callable[[int], nn.Module],
-    widths: list[int],
-    train: Callable[[nn.Module], Any],
+    make: Callable[[int], nn.Module], widths: list[int], train: Callable[[nn.Module], Any]
 ) -> Mapping[int, Mapping[str, float]]:
     """Print and return the mean size of each layer's outputs, by width, before and after training steps.
 
