@@ -1,5 +1,7 @@
 """What is made of a pass over evaluation data: `predict(..., metrics=True)`, and what a reader reads."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.support.ranks import on_two_ranks
-from tests.support.tasks import Regression, pairs, quiet
+from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import Tensor
 from torchmetrics import MeanSquaredError
 
@@ -172,3 +175,23 @@ def test_the_evaluation_reader_of_rank_0_reads_the_samples_of_all_and_all_get_it
     assert first["validation/rows"] == 7
     assert rows == IN_ORDER
     assert nothing == []
+
+
+def predict_step(self: Any, batch: Any) -> Any:
+    outputs = self(batch[0])
+    return {"value": outputs, "parts": [outputs > 0, (len(outputs), "text", None)]}
+
+
+def test_predict_save_to_writes_what_predict_would_have_returned(tmp_path: Path) -> None:
+    task = variant(predict_step=predict_step)()
+    kept = quiet().predict(task, pairs(5))
+    files = quiet().predict(task, pairs(5), save_to=tmp_path / "new" / "predictions")
+    assert [file.name for file in files] == [f"predictions-{number:06d}.safetensors" for number in range(3)]
+    for file, right in zip(files, kept, strict=True):
+        read = read_predictions(file)
+        assert torch.equal(read["value"], right["value"])
+        assert torch.equal(read["parts"][0], right["parts"][0])
+        assert read["parts"][1] == right["parts"][1]
+    (file,) = quiet().predict(Regression(), pairs(2), save_to=tmp_path)
+    (tensor,) = load_file(file).values()
+    assert tensor.shape == (2, 1)

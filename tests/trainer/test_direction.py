@@ -1,5 +1,7 @@
 """Which way a value is better: from the metric, from its name, or from the user."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from tests.support.tasks import Regression, pairs, quiet, variant
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from drivetrain import CheckpointConfig, ConfigError, EarlyStopping, OptimizerConfig, TorchSchedule
+from drivetrain.core.direction import direction_of
 
 PATIENT = {"patience": 0, "threshold": 0.0}
 
@@ -79,3 +82,19 @@ def test_an_unknown_direction_is_refused_at_the_start(tmp_path: Path) -> None:
         "torch's wrong default": (fit(torch_plateau("validation/f1")), "more of 'validation/f1' is better"),
     }
     assert_refused(ConfigError, table)
+
+
+LESS = (
+    "loss val_loss valloss perplexity word_error_rate WER MeanSquaredError NRMSE top_1_error bits_per_byte"
+    " accuracy_error false_positive_rate log_loss kl_divergence negative_log_likelihood"
+)
+MORE = (
+    "accuracy valAccuracy top5_acc MulticlassF1Score f1_macro BinaryAUROC mIoU mAP50 recall@10 rougeL bleu4"
+    " neg_mean_squared_error exact_match log_prob R2Score errors/accuracy accuracy/0"
+)
+
+
+def test_a_well_known_name_says_which_way_is_better() -> None:
+    assert {name: direction_of(name) for name in LESS.split()} == dict.fromkeys(LESS.split(), "min")
+    assert {name: direction_of(name) for name in MORE.split()} == dict.fromkeys(MORE.split(), "max")
+    assert [direction_of(name) for name in ("score", "objective", "latency", "mapping", "")] == [None] * 5

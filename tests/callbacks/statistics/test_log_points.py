@@ -1,12 +1,15 @@
 """Statistics are taken at log points by their interval, the same after a resume, and change no number."""
 
+from __future__ import annotations
+
 import json
 
+import pytest
 from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet
 from tests.support.waits import WATCH, Language, batches
 
-from drivetrain import CheckpointConfig
+from drivetrain import CheckpointConfig, LearningRateMonitor, OptimizerConfig
 from drivetrain.callbacks import DeviceStats
 
 
@@ -37,3 +40,9 @@ def test_callbacks_that_watch_change_no_number(tmp_path):
     plain = fitted(tmp_path / "plain")
     for name, make in WATCH.items():
         assert fitted(tmp_path / name, make()) == plain, name
+
+
+def test_a_log_point_has_the_rates_that_its_step_used() -> None:
+    task = Regression(OptimizerConfig("sgd", lr=0.4, schedule="linear"))
+    result = quiet(callbacks=[LearningRateMonitor()], max_epochs=2).fit(task, pairs(4, 2), pairs(2, 2))
+    assert result.metrics["lr"] == pytest.approx(0.1)  # of the last of four steps; 0 would be a fifth's
