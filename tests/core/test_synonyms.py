@@ -221,6 +221,10 @@ class Ported(Regression):
     def validation_step(self, batch: Any, batch_idx: int = 0, *, scale: float = 1.0) -> Any:
         return super().validation_step(batch)
 
+    def setup(self, stage: str) -> None: ...
+
+    def compute_loss(self, outputs: Any) -> None: ...  # a task's own
+
 
 def test_a_ported_task_is_refused_with_all_that_nobody_would_call(tmp_path: Path) -> None:
     verbs = [
@@ -233,11 +237,12 @@ def test_a_ported_task_is_refused_with_all_that_nobody_would_call(tmp_path: Path
     (told,) = {refusal(verb) for verb in verbs}
     lines = told.splitlines()
     assert lines[0].startswith("Ported is written for another library; change this first")
-    names = "automatic_optimization on_step_end predict_step train_dataloader validation_step"
+    names = "automatic_optimization on_step_end predict_step setup train_dataloader validation_step"
     assert [line.split()[1] for line in lines[1:]] == [f"Ported.{name}" for name in names.split()]
     assert "is never called. Here it is a callback's on_step_end." in lines[2]
     assert "takes 'stage', but is given the batch alone" in lines[3]
-    assert "takes 'batch_idx', but is given the batch alone" in lines[5]
+    assert "is never called. Here it is the constructor" in lines[4]
+    assert "takes 'batch_idx', but is given the batch alone" in lines[6]
 
 
 def test_attributes_of_other_libraries_are_answered_with_ours() -> None:

@@ -157,7 +157,7 @@ def check_task_names(task: object, hooks: Collection[str]) -> None:
     defined = defined_by_user(task)
     lines: list[str] = []
     for name in defined:
-        ours = name if name in hooks else row(name, "hook")
+        ours = name if name in hooks else row(name, "hook", _first_parameter(defined[name]))
         if ours is None or (name in table()["only false"] and getattr(task, name) is not False):
             continue
         ours = f"a callback's {ours}" if ours.startswith("on_") else ours
@@ -175,6 +175,11 @@ def check_task_names(task: object, hooks: Collection[str]) -> None:
             f"{owner} is written for another library; change this first (see {_PAGE}):"
             + "".join(sorted(lines))
         )
+
+
+def _first_parameter(method: object) -> str:
+    names = [*inspect.signature(method).parameters] if inspect.isfunction(method) else []
+    return names[1] if len(names) > 1 else ""
 
 
 def _more_than_the_batch(step: Callable[..., Any]) -> list[str]:
