@@ -184,7 +184,6 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaks_nothing
 
 @pytest.fixture
 def own_registries(monkeypatch: pytest.MonkeyPatch, leaks_nothing: None) -> None:
-    """Forget after the test what it registers."""
     for registry in REGISTRIES:
         list(registry)  # finds other packages' rows, which stay
         monkeypatch.setattr(registry, "_rows", dict(registry._rows))

@@ -363,7 +363,7 @@ def test_the_core_names_no_project_that_an_integration_is_for(sources: list[Sour
 SAME_NAME = {"Trainer"}  # transformers' class, whose name the drop-in replacement has to have
 
 
-def test_no_class_name_stands_for_two_things_and_no_file_name_three_times_in_a_layer(
+def test_no_class_name_is_two_things_and_no_file_name_three_times_in_a_layer(
     sources: list[Source],
 ) -> None:
     classes: dict[str, list[str]] = {}

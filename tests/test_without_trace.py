@@ -125,7 +125,6 @@ def test_a_verb_that_does_not_train_leaves_the_task_its_data_and_the_process_as_
 
 
 def fitted(*callbacks: Any, **options: Any) -> tuple[Any, Stateful]:
-    """The state of a task and its data after a fit but the weights, and the task."""
     task, data = Stateful(spoils=False), Noisy()
     trainer = quiet(max_epochs=1, batch_size=4, callbacks=callbacks, **options)
     trainer.fit(task, data, data)

@@ -23,7 +23,6 @@ def saved(run_dir: Path) -> list[int]:  # the steps of the checkpoints that are 
 
 
 def kept(run_dir: Path) -> dict[str, list[int]]:
-    """The steps of the resume points and of the best checkpoints, as the index tells them."""
     entries = read_index(str(run_dir / "checkpoints")) or []
     return {
         "resume points": [entry.step for entry in entries if entry.resume],
@@ -140,7 +139,6 @@ def test_by_a_metric_that_is_not_there_ends_the_run_saved(tmp_path: Path) -> Non
 
 
 def learn(run_dir: Path, by: str, losses: list[float], **options: Any) -> Any:
-    """A run without validation, of 5 steps an epoch; `losses` are those of its steps."""
     left = list(losses)
     task = variant(training_step=lambda self, batch: left.pop(0) + 0.0 * self(batch[0]).sum())()
     policy = CheckpointConfig(**{"every": None, "best": 1, "by": by, **options.pop("policy", {})})

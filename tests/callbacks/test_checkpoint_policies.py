@@ -37,7 +37,6 @@ class Planted(Regression):  # validations with known values, by the epoch
 
 
 def fit(run_dir: Path, policies: Any, resume: str | None = None, **options: Any) -> Any:
-    """A run of 5 steps an epoch, 6 epochs, with a validation after each."""
     trainer = quiet(**{"max_epochs": 6, **options}, checkpoint=policies, run_dir=run_dir)
     return trainer.fit(Planted(), pairs(10), pairs(4), resume=resume)
 

@@ -23,7 +23,6 @@ def fit(drive, stopping, *values, **arguments):
 
 
 def train(drive, stopping, losses, **arguments):
-    """A fit without validation; `losses` are those of its steps."""
     left = list(losses)
     step = lambda task, batch: left.pop(0) + 0.0 * task(batch).sum()  # noqa: E731
     return drive(stopping, step=step, **arguments).fit()
@@ -89,7 +88,7 @@ def test_stop_at_and_diverged_at_stop_at_once(drive, tmp_path):
     ):
         run = fit(drive, EarlyStopping(mode=mode, patience=9, diverged_at=limit), *values)
         assert run.progress.epoch == epoch
-        told = f"early stopping: validation/loss is {limit:.6g} and diverged beyond {limit:.6g}"
+        told = f"early stopping: validation/loss is {limit:.6g}, diverged beyond {limit:.6g}"
         assert run.stopped_early == (told if len(values) > 1 else None)
     # A run that diverged stays stopped when it is resumed.
     given = {"patience": 9, "diverged_at": 5.0}

@@ -17,7 +17,6 @@ SIZE, COUNT = 4, 30
 
 
 def data(*bad: int, mark: int = LARGE, count: int = COUNT, **options: Any) -> DataLoader[Any]:
-    """Batches, of which some are bad."""
     marks = [mark if index in bad and not each else GOOD for index in range(count) for each in range(SIZE)]
     return marked(marks, SIZE, **options)
 

@@ -18,8 +18,6 @@ from drivetrain.strategies.ddp import DDP
 
 
 class Values(Dataset[Any]):
-    """Samples with a loss and a number of tokens."""
-
     def __init__(self, first: int, count: int) -> None:
         self.first, self.count = first, count
 
@@ -161,7 +159,7 @@ def test_what_cannot_be_attributed_is_refused() -> None:
         (Task, two, one["web"], None, "with an entry 'source'"),
         (Task, one, data, None, r"has the sources \['web'\]"),
         (Task, dict(reversed(two.items())), data, None, r"mixture \['web', 'code'\], in this order"),
-        (Task, two, data, "by_sample", "takes a function of outputs and batch"),
+        (Task, two, data, "by_sample", r"takes a function \(outputs, batch\)"),
         (Task, two, data, lambda outputs, batch: None, r"returned a shape None, not \[4\]"),
         (Bare, two, data, by_sample, "StepOutput"),
         (Task, two, data, lambda outputs, batch: outputs.mean(), r"returned a shape \[\], not \[4\]"),

@@ -165,9 +165,7 @@ def outputs(capsys, monkeypatch):  # what a notebook's cell shows, one after the
     ],
     ids=["whole", "stopped", "failed", "interrupted"],
 )
-def test_a_notebook_has_one_output_that_ends_with_the_last_values_or_the_reason(
-    drive, outputs, hook, made, ending
-):
+def test_a_notebook_has_one_output_that_ends_with_values_or_the_reason(drive, outputs, hook, made, ending):
     results = [{"loss": 0.5, "<b>": 0.25}] * 2
     with suppress(RuntimeError, KeyboardInterrupt):
         drive(ProgressBar(), LambdaCallback(on_step_end=hook), epochs=2, results=results).fit()

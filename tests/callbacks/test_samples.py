@@ -61,9 +61,7 @@ def sampled(strategy: Any = "cpu", size: int = 1, **options: Any) -> tuple[Any, 
     [("3 steps", [3, 6]), ([0, 2, 5], [0, 2, 5]), ("1 epoch", [4, 8]), (None, [4, 8])],
     ids=str,
 )
-def test_samples_are_logged_at_their_points_and_do_not_change_the_training(
-    every: Any, steps: list[int]
-) -> None:
+def test_samples_are_logged_at_their_points_and_change_no_training(every: Any, steps: list[int]) -> None:
     media, weights, calls = sampled(every=every)
     assert calls == len(steps)
     assert [(step, name, [row[:2] for row in rows]) for step, name, rows in media] == [
@@ -85,8 +83,8 @@ def test_refusals_of_samples() -> None:
     fit = lambda *made: quiet(max_epochs=1, callbacks=list(made)).fit(Regression(), pairs(4))  # noqa: E731
     of = lambda generate: lambda: fit(Samples(["a", "b"], every=1, generate=generate))  # noqa: E731
     cases: dict[str, tuple[Any, ...]] = {
-        "no prompts": (lambda: Samples([], generate=image), "list of prompts"),
-        "one text": (lambda: Samples("Once", generate=image), "list of prompts"),
+        "no prompts": (lambda: Samples([], generate=image), "takes a list"),
+        "one text": (lambda: Samples("Once", generate=image), "takes a list"),
         "no function": (lambda: Samples(["a"], generate="text"), "a function of the task"),
         "a time": (lambda: Samples(["a"], every="1 minute", generate=image), "cannot be a time"),
         "one name": (lambda: fit(*(Samples(["a"], every=1, generate=image) for _ in range(2))), "'samples'"),

@@ -26,7 +26,6 @@ def sequences(batch_size: int = 4, **options: Any) -> DataLoader[Any]:
 
 
 def fitted(*callbacks: Any, resume: str | None = None, data: Any = None, **options: Any) -> Any:
-    """The task, the result and the shapes of the batches of a fit."""
     seen: list[Any] = []
 
     def see(run: Any) -> None:

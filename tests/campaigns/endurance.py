@@ -134,7 +134,6 @@ def _fit(folder: Path, steps: int, every: int, workers: int, asynchronous: bool,
 
 
 def long_run(directory: Path, steps: int = STEPS, workers: int = 0, asynchronous: bool = False) -> Course:
-    """One run, which is looked at, validates and saves every fiftieth of its steps."""
     every = max(1, steps // _SAMPLES)
     watch = Watch(every)
     _fit(directory / "before", 100, 20, workers, asynchronous)

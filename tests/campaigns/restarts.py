@@ -95,7 +95,6 @@ class Job:  # one run, over all the programs that it takes
         return [found[each] for each in sorted(found, key=float)]
 
     def steps_since(self, moment: float) -> list[tuple[float, int]]:
-        """When which steps were made after a moment."""
         rows = [row for attempt in self.attempts() for each in attempt for row in each]
         return sorted((row["time"], row["step"]) for row in rows if row["step"] and row["time"] > moment)
 

@@ -39,11 +39,11 @@ def config(*words, **arguments):
 
 
 def test_wrong_checkpoint_configs_are_refused():
-    whole, place = "must be a whole number", "directory must be a path, an address, or None"
+    whole, place = "must be a whole number", "directory is a path, an address or None"
     table = {
         "keep_last -1": config(f"keep_last {whole}, at least 0", mode="min", keep_last=-1),
         "best 1.5": config(f"best {whole}", best=1.5),
-        "by": config("by must be a metric's name", by=""),
+        "by": config("by is a metric", by=""),
         "parameters": config("'trained'", "Did you mean 'trainable'", parameters="trained"),
         "asynchronous": config("asynchronous must be True or False", asynchronous=1),
         "directory": config(place, directory=""),
@@ -89,8 +89,8 @@ def test_wrong_sources_of_weights_and_renames_are_refused(tmp_path):
     assert_refused(
         (ConfigError, CheckpointError),
         {
-            "a number": source(3, "from a path or from tensors by name", "int"),
-            "a module": source(nn.Linear(1, 1), "not from a Linear", "state_dict()"),
+            "a number": source(3, "a path or tensors by name", "int"),
+            "a module": source(nn.Linear(1, 1), "not a Linear", "state_dict()"),
             "a state dict inside": source(nested, "Did you mean", "source['state_dict']?"),
             "a file": (lambda: file_system("File:///runs"), "is an address: give the path"),
             "a password": (lambda: file_system("s3://me:mine@bucket"), "me:<hidden>@", "credentials as its"),
@@ -99,7 +99,7 @@ def test_wrong_sources_of_weights_and_renames_are_refused(tmp_path):
             "sparse": source({"weight": torch.eye(2).to_sparse()}, "'weight'", "torch.sparse_coo"),
             "no expression": rename({"(": "x"}, "'(': 'x'", "unterminated"),
             "no mapping": rename("a", "mapping of regular expressions", "function", "str"),
-            "a function's number": rename(lambda name: 3, "rename('a') returned a int"),
+            "a function's number": rename(lambda name: 3, "rename('a') gave a int"),
         },
     )
 

@@ -31,7 +31,6 @@ def job_environment() -> dict[str, str]:
 
 
 def launch(*words: str, devices: int = 1, program: str = "launched.py") -> tuple[int, list[str], str]:
-    """The exit code, the lines on stdout and the last line on stderr."""
     if not Path(program).exists() and not program.startswith("-m"):
         shutil.copy(PROGRAMS / program, program)
     options, arguments = (words[: words.index("--")], words[words.index("--") + 1 :])

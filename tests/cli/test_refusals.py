@@ -20,10 +20,10 @@ def test_mistakes_in_the_arguments_of_fit(refuse):
         "--model shapes.Shapes": "Here it is called '--task'",
         "--epochs 3": "called 'max_epochs'. The Trainer's arguments are written --trainer.NAME",
         "--max-epochs 3": "write --trainer.max_epochs",
-        "--task shapes.Shapes": "no data to train on",
+        "--task shapes.Shapes": "no training data",
         f"{SHAPES} --train-data shapes.ready": "give one of them",
         f"{SHAPES} --trainer.max_epoch 3": "Did you mean 'max_epochs'?",
-        f"{SHAPES} --trainer.checkpoint true --trainer.checkpoint.every 5": "as a whole and by its parts",
+        f"{SHAPES} --trainer.checkpoint true --trainer.checkpoint.every 5": "whole and by parts",
         f"{SHAPES} --task.hiden 5": "Did you mean 'hidden'?",
         f"{SHAPES} --task.kind gelu": "--task.kind must be 'relu' or 'tanh', not 'gelu'",
         f"{SHAPES} --data.count 5": "--data.count has no effect",
@@ -43,7 +43,7 @@ def test_mistakes_in_the_arguments_of_the_trainer_and_its_strategy(refuse):
         "resume auto": "Write --resume in place of --trainer.resume",
         "checkpoint.save_top_k 1": "Here it is called 'best'.",
         f"{STOPPING}.monitor x": "called 'metric'",
-        "callbacks+=EarlyStopping --trainer.callbacks.patience 3": "Write drivetrain.EarlyStopping, or",
+        "callbacks+=EarlyStopping --trainer.callbacks.patience 3": "Write drivetrain.EarlyStopping or",
         "callbacks drivetrain.EarlyStoping": "Did you mean 'EarlyStopping'?",
         "callbacks drivetrain.core.intervals.Every": "drivetrain.core.intervals.Every is no Callback",
         "loggers+=jsonl --trainer.loggers.directory x": "the path of a class, such as drivetrain.CSVLogger",
@@ -103,7 +103,7 @@ def test_what_the_other_commands_refuse(refuse, tmp_path):
     (tmp_path / "made").rmdir()
     export = f"export {tmp_path}"
     refuse("checkpoint", {f"{export} w.pt": "add --format torch"})
-    refuse("checkpoint", {f"{export} w.safetensors --format torch": "a name such as model.pt"})
+    refuse("checkpoint", {f"{export} w.safetensors --format torch": "one such as model.pt"})
     refuse("checkpoint", {f"{export} s3://bucket/w.pt --format torch": "a local file"})
     missing = ("list nowhere", f"show {tmp_path}", f"verify {tmp_path}")
     refuse("checkpoint", dict.fromkeys(missing, "checkpoint"), code=1)

@@ -44,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(each) for each in made]
 
 
-def test_runs_are_compared_by_settings_and_last_values(
+def test_runs_are_compared_by_settings_and_metrics(
     runs: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["runs", "compare", *runs, "--json"]) == 0
@@ -78,9 +78,7 @@ def test_a_list_has_the_best_value_of_each_run_and_needs_no_torch(
     assert told.endswith("False\n")
 
 
-def test_a_run_without_a_table_has_no_values_and_its_settings_are_unknown(
-    runs: list[str], tmp_path: Path
-) -> None:
+def test_a_run_without_a_table_has_no_values_and_no_settings(runs: list[str], tmp_path: Path) -> None:
     fit(tmp_path, loggers="tensorboard")
     good, other = read_runs([runs[0], str(tmp_path)])
     assert good.read_curves()
@@ -137,9 +135,7 @@ def test_a_report_has_curves_states_settings_and_messages_and_no_markup_of_their
 @pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
 @pytest.mark.parametrize("width", [1280, 500])
-def test_a_browser_draws_all_curves_and_the_bar_covers_little(
-    runs: list[str], tmp_path: Path, width: int
-) -> None:
+def test_a_browser_draws_all_and_the_bar_covers_little(runs: list[str], tmp_path: Path, width: int) -> None:
     page, _ = report_of(*runs, to=tmp_path / "page.html")
     probe = """<script>onload = () => setTimeout(() => {
     const all = [...document.querySelectorAll("#curves canvas")], box = document.documentElement;

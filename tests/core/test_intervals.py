@@ -240,7 +240,6 @@ def cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def cases_of_parts(draw: st.DrawFn) -> Case:
-    """Runs whose epochs are alike, and an interval that is a part of one."""
     length, epochs = draw(st.integers(1, 12)), draw(st.integers(1, 3))
     whole_steps = st.builds(Fraction, st.integers(1, length - 1), st.just(length)) if length > 1 else PARTS
     every = Every(float(draw(PARTS | whole_steps)), "epochs")

@@ -30,7 +30,7 @@ def test_intervals_and_stages_that_are_refused() -> None:
         0.2: ("'0.2 epochs'", "the run the text '0.2'"),
         "10Mtokens": ("Did you mean 'tokens'?",),
         "0.5 tokens": ("not a whole number of tokens",),
-        **dict.fromkeys([(), (2, 1), (1, 1), (-1,), (1.5,)], ("whole numbers that increase", "[0, 1, 2, 4]")),
+        **dict.fromkeys([(), (2, 1), (1, 1), (-1,), (1.5,)], ("increasing whole numbers", "[0, 1, 2, 4]")),
     }
     schedules: dict[str, tuple[Any, str]] = {
         "empty": ({}, "empty mapping"),

@@ -11,7 +11,6 @@ from drivetrain.core.registry import Registry
 
 
 def plugin(root: Path, rows: str, code: str) -> None:
-    """An installed package with entry points of the kind "colour", and one module."""
     information = root / "plugin-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")

@@ -63,7 +63,7 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
         "its first indices are [0, 2, 4, 6, ...] on rank 0 and [1, 3, 5, 7, ...] on rank 1",
     ),
     "iterable": (lambda rank: DataLoader(OwnPart(), batch_size=4), "training data is not the same on all"),
-    "none": (lambda rank: iter(() if rank else list(pairs(8))), "has no batch on rank 1, but has one on"),
+    "none": (lambda rank: iter(() if rank else list(pairs(8))), "has a batch on rank 0, but none on rank 1"),
 }
 
 
@@ -117,7 +117,7 @@ def test_a_fit_with_validation_data_on_one_rank_alone_is_refused() -> None:
     def fits() -> None:
         trainer().fit(Regression(), pairs(8), None if drivetrain.rank() else pairs(8))
 
-    with pytest.raises(RuntimeError, match="was given training data and validation data, rank 1 training"):
+    with pytest.raises(RuntimeError, match="has training data and validation data, rank 1 training"):
         run_distributed(fits)
 
 

@@ -138,7 +138,7 @@ def interrupted(directory: Path) -> Any:
     return whole, parts + fit(files(), run_dir=directory / "parts", **given), epoch, within, limited
 
 
-def test_a_resume_within_an_epoch_needs_as_many_ranks_and_one_between_epochs_any_number(
+def test_a_resume_within_an_epoch_needs_as_many_ranks_one_between_epochs_any_number(
     tmp_path: Path,
 ) -> None:
     found = on_two_ranks(interrupted, tmp_path)

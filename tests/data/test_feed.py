@@ -38,7 +38,6 @@ def feed(data: Any, *, device: torch.device = CPU, measure: Measure | None = Non
 
 
 def shown(windows: Iterator[Window]) -> list[tuple[list[int], bool]]:
-    """Each window as the numbers in it and whether it is the last."""
     return [([int(each.batch[0, 0]) for each in window.micro_batches], window.last) for window in windows]
 
 

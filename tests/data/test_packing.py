@@ -41,7 +41,6 @@ class Stream(IterableDataset):
 
 
 def pieces(row):
-    """Split a row at its borders, without padding."""
     borders = [*(row["position_ids"] == 0).nonzero()[:, 0].tolist(), len(row["input_ids"])]
     return [row["input_ids"][a:b].tolist() for a, b in itertools.pairwise(borders)]
 
@@ -155,7 +154,7 @@ def test_varlen_joins_the_rows_of_a_batch_without_padding():
         (["text"], {}, "whole numbers, not 'text'. Tokenise"),
         ({"input_ids": [[1, 2]]}, {}, "a mapping of columns"),
         (5, {}, "a stream of documents, not 5"),
-        (DataLoader([[1, 2]]), {}, "not the batches of a DataLoader"),
+        (DataLoader([[1, 2]]), {}, "not batches of a DataLoader"),
         ([[1, 2]], {"tokens": "ids", "labels": "ids"}, "both are 'ids'"),
         ([[1, 2]], {"boundary": "flex"}, "boundary"),
         ([[1, 2]], {"by": "bestfit"}, "best_fit"),

@@ -187,9 +187,7 @@ def cut(lengths):
     lengths=st.lists(st.integers(1, 4), min_size=1, max_size=12), ranks=st.integers(1, 5),
     then_ranks=st.integers(1, 5), after=st.integers(0, 5), listed=st.booleans(),
 )  # fmt: skip
-def test_batches_of_any_lengths_are_resumed_by_another_number_of_ranks(
-    lengths, ranks, then_ranks, after, listed
-):
+def test_batches_of_any_lengths_are_resumed_by_more_or_fewer_ranks(lengths, ranks, then_ranks, after, listed):
     batches, count = cut(lengths), sum(lengths)
     loaded = DataLoader(TensorDataset(torch.arange(count)), batch_sampler=batches)
     data = list(map(torch.tensor, batches)) if listed else loaded

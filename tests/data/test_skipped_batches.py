@@ -49,7 +49,6 @@ def windows_of(data: Lines, *windows: list[int]) -> list[Any]:
 
 
 def left_out(*data: Any, task: Any = None, **options: Any) -> tuple[Any, Any]:
-    """A run that leaves out what is bad: its task and its result."""
     task = Regression(ADAMW) if task is None else task
     with heard("the batch is left out"):
         result = quiet(**{"max_epochs": 1, "on_bad_batch": "skip", **options}).fit(task, *data)

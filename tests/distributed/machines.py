@@ -73,7 +73,6 @@ class Machine:
         return ["nsenter", "--target", self.pid, *KINDS]
 
     def end(self) -> None:
-        """Kill all of its processes, as the end of a machine would."""
         self._init.kill()
         self._init.communicate()
 
@@ -99,7 +98,6 @@ def two_machines() -> Iterator[list[Machine]]:
 
 
 def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """The exit code, the output and the errors of each."""
     written = [each.communicate(timeout=LIMIT) for each in processes]
     return [(each.returncode, *both) for each, both in zip(processes, written, strict=True)]
 

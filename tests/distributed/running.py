@@ -26,7 +26,6 @@ class Ended(NamedTuple):  # its code, what it has written, and the lines of its 
 
 
 def run_all(program: str, cases: Mapping[str, Mapping[str, Any]], at_once: int = 4) -> dict[str, Ended]:
-    """How a program ends in each case, by the options of `run`; each has a folder of its own, named as it."""
     with ThreadPoolExecutor(at_once) as pool:
         running = {name: pool.submit(run, program, name, **options) for name, options in cases.items()}
         return {name: each.result() for name, each in running.items()}

@@ -29,7 +29,6 @@ UPDATERS = {
 
 
 def largest_difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """The largest difference between two sets of tensors, relative to the norm of each tensor."""
     return max(float((first[name] - second[name]).norm() / second[name].norm()) for name in second)
 
 
@@ -149,7 +148,6 @@ def test_clipping_uses_the_norm_over_all_parameters_and_reports_it() -> None:
 
 
 def change_of_weights(optimizer: OptimizerConfig, **options: Any) -> Tensor:
-    """The change of the weights in one step; with SGD and a rate of 1 the clipped gradient, negated."""
     task = Regression(optimizer)
     before = task.line.weight.detach().clone()
     quiet(max_steps=1, **options).fit(task, pairs(8, 8 // options.get("devices", 1)))

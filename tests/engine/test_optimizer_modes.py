@@ -76,9 +76,7 @@ def by_hand(kind: Any) -> tuple[dict[str, Tensor], list[float]]:
 
 
 @pytest.mark.parametrize("name", ["ours", "AdamWScheduleFree"])
-def test_validations_checkpoints_and_the_finished_task_have_the_weights_of_eval(
-    name: str, tmp_path: Path
-) -> None:
+def test_validations_checkpoints_and_the_finished_task_have_eval_weights(name: str, tmp_path: Path) -> None:
     kind, losses, gathered = kind_named(name), [], []
 
     def note(run: Any) -> None:

@@ -111,9 +111,7 @@ def resumed(kind: type[Normed], run_dir: Path, options: dict[str, Any]) -> tuple
     ("kind", "options"),
     [(Normed, {"micro_batch": 4}), (Weighed, {}), (Yielding, {"gradient_accumulation_steps": 3})],
 )
-def test_placeholder_leaves_buffers_alone_so_a_resume_is_exact(
-    kind: Any, options: Any, tmp_path: Path
-) -> None:
+def test_placeholder_leaves_buffers_so_a_resume_is_exact(kind: Any, options: Any, tmp_path: Path) -> None:
     """Rank 0, whose buffers are saved, has nothing to learn from in the fourth round."""
     (states, counted), _ = on_two_ranks(resumed, kind, tmp_path, options)
     assert states[0] == states[1]

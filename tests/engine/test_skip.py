@@ -32,7 +32,6 @@ SKIPPED = {index: [] for index, mark in enumerate(MARKS) if mark != GOOD}
 
 
 def in_batches(marks: list[int], size: int = 4) -> list[int]:
-    """As many samples of each mark as a batch has; of a bad batch the first is bad."""
     return [mark if not index else GOOD for mark in marks for index in range(size)]
 
 

@@ -82,7 +82,6 @@ def plain() -> tuple[Mixture, float]:  # after two steps of whole batches; and t
 
 
 def check(size: int, **options: Any) -> dict[str, float]:
-    """Compare a fit with the plain program; return its metrics."""
     task, (expected, balance) = Mixture(), plain()
     metrics = quiet(max_epochs=1, log_every=1, **options).fit(task, loader(size), loader(3)).metrics
     for given, wanted in zip(task.parameters(), expected.parameters(), strict=True):

@@ -101,9 +101,7 @@ def two(**name: str) -> Any:
         (two(name="second"), {"lr/the_first", "lr/second"}),
     ],
 )
-def test_names_of_rates_say_the_group_and_stay_when_rates_become_equal(
-    configured: Any, names: set[str]
-) -> None:
+def test_names_of_rates_say_the_group_and_stay_when_rates_are_equal(configured: Any, names: set[str]) -> None:
     task = Regression(configured)
     task.more = nn.Linear(1, 1)
     seen = [{*quiet(max_steps=3).plan(task, pairs()).rates}]

@@ -25,7 +25,6 @@ PIXELS = torch.stack([LABELS, LABELS.roll(1)], dim=1)
 
 
 def factors(*weights: float | Tensor) -> list[tuple[int, float | Tensor | None]]:
-    """The number of each micro-batch that is kept, and its factor."""
     window = [MicroBatch(number, weight) for number, weight in enumerate(weights)]
     pairs, _ = weigh(window, None, Placeholders())
     return [(micro_batch.batch, factor) for micro_batch, factor in pairs]

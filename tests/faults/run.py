@@ -34,7 +34,6 @@ class Outcomes:
         self.ran = 0
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Note a report."""
         self.ran += report.when == "call"
         if report.failed:
             self.failed.append(report.nodeid)

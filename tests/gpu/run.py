@@ -108,7 +108,6 @@ def now() -> str:  # UTC
 
 
 def earlier(directory: Path, device: dict[str, Any], size: str, only: list[str]) -> list[dict[str, Any]]:
-    """Return the other parts of the report in a directory, if it is of the same device and size."""
     file = directory / "gpu.json"
     report = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if (report.get("device"), report.get("size")) != (device, size):
@@ -117,7 +116,6 @@ def earlier(directory: Path, device: dict[str, Any], size: str, only: list[str])
 
 
 def missing(names: dict[str, str]) -> dict[str, str]:
-    """Those that are not installed, and what goes without them."""
     return {name: use for name, use in names.items() if importlib.util.find_spec(name) is None}
 
 
@@ -278,7 +276,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write(report: dict[str, Any], directory: Path) -> str:
-    """Write what there is so far; returns the page."""
     order = [each.name for each in PLAN]
     report["parts"].sort(key=lambda part: order.index(part["name"]))
     report["seconds"] = round(sum(part["took"] for part in report["parts"]), 1)

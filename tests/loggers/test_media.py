@@ -83,7 +83,7 @@ def test_tensorboard_has_what_a_fit_has_logged(tmp_path: Path) -> None:
     assert texts == {"text": "**bold**", "table": "| a | b |\n| --- | --- |\n| 1 | x\\|y |\n| 2.5 | None |"}
 
 
-def test_between_log_points_nothing_is_copied_to_the_host_and_later_changes_do_not_count(
+def test_between_log_points_nothing_is_copied_to_the_host_and_changes_do_not_count(
     tmp_path: Path,
 ) -> None:
     changing = torch.zeros(1, 2, 2)
@@ -154,7 +154,7 @@ def test_values_that_cannot_be_shown_are_refused(tmp_path: Path) -> None:
             "a path": (lambda: Image("a.png"), "not 'a.png'", "File(path)"),
             "a wave": (lambda: Audio(torch.zeros(2, 8) + 0j, 8000), "not complex numbers"),
             "a folder": (lambda: File("."), "is a folder"),
-            "no name": (logged("", 1.0), "a text that is not empty and has no control characters, not ''"),
+            "no name": (logged("", 1.0), "a text without control characters, not ''"),
             "a file": (lambda: File("absent"), "no such file"),
             "samples last": (lambda: Audio(torch.zeros(800, 2), 8000), "[channels, samples]"),
             "no rate": (lambda: Audio(torch.zeros(8), 0), "sample_rate"),

@@ -35,7 +35,6 @@ class Text(TaskModule):  # predicts the next word. A loss is a mean over the wor
 
 
 def texts() -> list[dict[str, Tensor]]:
-    """Twenty texts of 2 to 9 words: two windows of eight, and a short one of four."""
     words = torch.randint(WORDS, (20, 9), generator=torch.Generator().manual_seed(0))
     for number, row in enumerate(words):
         row[2 + number * 5 % 8 :] = PADDING

@@ -215,9 +215,7 @@ class Rewound(Stream):  # six batches; a state that was loaded counts for the ne
 
 
 @pytest.mark.parametrize(("kind", "limit"), [(Stream, 4), (Rewound, None), (Rewound, 4)])
-def test_data_with_a_state_resumes_from_any_step(
-    tmp_path: Path, kind: type[Stream], limit: int | None
-) -> None:
+def test_data_with_a_state_resumes_at_any_step(tmp_path: Path, kind: type[Stream], limit: int | None) -> None:
     def train(run_dir: Path, kill: int | None = None) -> Regression:
         def at(run: Any) -> None:
             if run.progress.steps == kill:

@@ -106,9 +106,7 @@ def test_joined_outputs_are_those_of_all_samples_on_each_rank() -> None:
     assert [each[1:] for each in on_two_ranks(joined)] == [(text, rows)] * 2
 
 
-def test_predict_with_metrics_may_save_outputs_to_files(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_predict_with_metrics_may_save_to_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = pairs(5, 2)
     found = quiet().predict(Measured(), data, save_to=tmp_path / "outputs", metrics=True)
     assert found.metrics == quiet().validate(Measured(), data)

@@ -80,7 +80,6 @@ def fetched(directory: Path, attempt: int) -> list[int]:
 
 
 def used(made: Mapping[int, Mapping[str, Any]], after: int) -> list[int]:
-    """The samples of the steps after a given one, in order."""
     return [i for u in sorted(made) if u > after for batch in made[u]["samples"] for i in batch]
 
 

@@ -49,7 +49,6 @@ def recorded(tmp_path: Path, resume: str | None = None, **options: Any) -> list[
 
 
 def steps_at(hook: str, **options: Any) -> list[int]:
-    """The steps after which a hook is called in a fit of five steps an epoch."""
     seen: list[int] = []
     note = LambdaCallback(**{hook: lambda run: seen.append(run.progress.steps)})
     quiet(callbacks=[note], **options).fit(Regression(), pairs(10), pairs(4))

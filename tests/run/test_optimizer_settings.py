@@ -135,9 +135,7 @@ def test_a_changed_setting_within_a_scheduler_is_named_and_takes_effect(name: st
     fit(tmp_path / "here", scheduled(now), resume="auto")  # the checkpoint records what was used
 
 
-def test_a_resume_keeps_the_settings_of_the_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resume_keeps_the_checkpoints_settings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, stepped())
     group = fit(tmp_path, stepped(lr=0.4, gamma=0.25), resume="auto", optimizer_settings="checkpoint")
     assert group["lr"] == 0.1 * 0.5**3

@@ -187,7 +187,7 @@ def test_metric_name_holds_for_results_loggers_and_all_that_watch(
     assert values == {"eval_near_loss": 2.0, "eval_far_loss": 1.0}
 
 
-def test_the_default_policy_ranks_by_the_loss_and_a_resumed_fit_knows_it_under_its_name(
+def test_the_default_policy_ranks_by_the_loss_and_a_resumed_fit_knows_it_by_its_name(
     tmp_path: Path,
 ) -> None:
     evaluations: list[int] = []

@@ -38,7 +38,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:  # a real file system of 4 MiB
 
 
 def fill(disk: Path, left: int = 300_000) -> None:
-    """Leave room for no checkpoint, once nothing is being written."""
     let_writing_end()
     (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - left))
 

@@ -137,9 +137,7 @@ needs_deepspeed = pytest.mark.skipif(not is_installed("deepspeed"), reason="need
 @pytest.mark.parametrize(
     "strategy", ["fsdp", pytest.param("zero-3", marks=[needs_deepspeed, pytest.mark.nightly])]
 )
-def test_trainable_parameters_of_two_ranks_resume_bitwise_and_on_one_rank(
-    strategy: str, tmp_path: Path
-) -> None:
+def test_trainable_parameters_of_two_ranks_resume_exactly_on_one_rank(strategy: str, tmp_path: Path) -> None:
     for straight, resumed in on_two_ranks(on_a_rank, strategy, tmp_path):
         assert straight == resumed
     with warned("goes on with 4 samples per step"):

@@ -42,7 +42,6 @@ def _checked(make: MakeStrategy, scratch: str, checks: Any, precision: str, tole
 
 
 def refused(function: Callable[..., Any], *arguments: Any, world_size: int = 2) -> str:
-    """Return the error of a fit that fails on all ranks, which it ends: they are not those of the pool."""
     with pytest.raises(RuntimeError) as caught:
         run_distributed(function, *arguments, world_size=world_size)
     return str(caught.value)

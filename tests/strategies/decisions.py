@@ -34,7 +34,6 @@ class CompareRanks(Callback):
         self.evaluated.append((run.progress.steps, values["validation/loss"]))
 
     def on_save(self, run: Any) -> None:
-        """Compare the reason to stop, and the time if anything is due by time."""
         seconds = run.progress.seconds if run.by_time else None
         self._compare((run.stop_reason, seconds), f"on_save after step {run.progress.steps}")
 
@@ -59,8 +58,6 @@ def _fit_and_compare(job: Job, alone: bool, *callbacks: Any, **options: Any) -> 
 
 
 class StopBelow(Callback):
-    """Stops when the logged `train/loss` is at most a bound."""
-
     def __init__(self, bound: float) -> None:
         self.bound = bound
 
@@ -103,13 +100,10 @@ def _same_decisions(job: Job, found: Outcome, alone: Outcome, what: str) -> None
 
 
 class ClockAhead(Callback):
-    """Makes two hours pass on one rank during the third step."""
-
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
     def on_step_end(self, run: Any) -> None:
-        """Move the start of the run two hours back."""
         if run.progress.steps == 3 and run.engine.strategy.rank == self.rank:
             run.origin -= 7200
 
@@ -128,8 +122,6 @@ def all_ranks_have_one_clock(job: Job) -> None:
 
 
 class StopOnOneRank(Callback):
-    """Stops the run on one rank, after the third step."""
-
     def __init__(self, rank: int, hook: str) -> None:
         self.rank = rank
         setattr(self, hook, self.decide)

@@ -96,7 +96,7 @@ def _resumed(folder: Path, strategy: str, size: int, quantize: Any) -> Any:
 
 
 @pytest.mark.nightly
-def test_adapters_on_a_base_of_bitsandbytes_have_them_too_on_one_process_and_under_ddp(
+def test_adapters_on_a_base_of_bitsandbytes_have_them_too_on_one_process_and_by_ddp(
     tmp_path: Path,
 ) -> None:
     expected, _ = fitted(tmp_path / "dequantised", "cpu", 1, by_bitsandbytes, is_quantized=False)
@@ -106,9 +106,7 @@ def test_adapters_on_a_base_of_bitsandbytes_have_them_too_on_one_process_and_und
 
 
 @pytest.mark.parametrize("strategy", ["cpu", "ddp", "fsdp"])
-def test_adapters_on_a_base_in_nf4_have_the_gradients_of_the_dequantised_base(
-    strategy: str, tmp_path: Path
-) -> None:
+def test_adapters_on_a_base_in_nf4_have_gradients_of_the_whole_base(strategy: str, tmp_path: Path) -> None:
     expected, _ = fitted(tmp_path / "dequantised", "cpu", 1, by_torchao, is_quantized=False)
     given = (tmp_path, strategy, 1 if strategy == "cpu" else 2, by_torchao)
     found = _resumed(*given) if strategy == "cpu" else on_two_ranks(_resumed, *given)[0]

@@ -118,7 +118,7 @@ def test_option_refusals() -> None:
             "again": (of(FSDPConfig, activation_checkpointing=1.5), "or a policy, not 1.5"),
             "shard size": (of(FSDPConfig, shard_size=2), "for sharding='hybrid'"),
             "parallel": (of(FSDPConfig, tensor_parallel=0), "tensor_parallel=...) must be a whole number"),
-            "ignored": (of(FSDPConfig, ignored="head"), "such as", "not 'head'"),
+            "ignored": (of(FSDPConfig, ignored="head"), "tuple of names", "not 'head'"),
             "ignored name": (lambda: ignored_names(Tokens(), ("heda",)), "'heda'", "'head'"),
             "class": (lambda: units(Tokens(), ("Linar",)), "class 'Linar'", "Did you mean 'Linear'"),
             "container": (lambda: units(boxes, ("ModuleDict",)), "ModuleDict is never called"),

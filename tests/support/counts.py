@@ -31,13 +31,11 @@ CONDITIONS = 6
 
 
 def class_of(path: str, name: str) -> ast.ClassDef:
-    """Return the syntax tree of a class."""
     tree = ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
     return next(each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == name)
 
 
 def public_members(owner: ast.ClassDef) -> set[str]:
-    """Return the names that a class defines without an underscore."""
     named: set[str] = {each.name for each in owner.body if isinstance(each, ast.FunctionDef)}
     named |= {ast.unparse(each.target) for each in owner.body if isinstance(each, ast.AnnAssign)}
     plain = (each for each in owner.body if isinstance(each, ast.Assign))
@@ -49,13 +47,11 @@ def public_members(owner: ast.ClassDef) -> set[str]:
 
 
 def conditions_in(path: str, owner: str, method: str) -> int:
-    """Return the number of `if` statements, conditional expressions and `while` loops of a method."""
     body = next(each for each in class_of(path, owner).body if getattr(each, "name", "") == method)
     return sum(isinstance(each, (ast.If, ast.IfExp, ast.While)) for each in ast.walk(body))
 
 
 def code_lines(text: str) -> int:
-    """Return the number of lines that are no blank, no comment and no docstring."""
     lines = {number for number, line in enumerate(text.splitlines(), 1) if line.strip()[:1] not in ("", "#")}
     rest: list[Any] = [ast.parse(text)]
     while rest:
@@ -97,7 +93,6 @@ def complexity(function: ast.AST) -> int:
 
 
 def complex_functions(most: int) -> Iterator[tuple[str, int]]:
-    """Yield the functions of the layers that are more complex, such as ("run/loop.py _end_step", 29)."""
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
         if not name.startswith("integrations/"):

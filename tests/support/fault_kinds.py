@@ -64,7 +64,6 @@ class Step:  # one operation that was asked for
 
 
 def suits(kind: FaultKind, operation: Operation, renames: bool) -> bool:
-    """Whether a fault of this kind can happen at this operation."""
     # An object store knows neither directories nor power cuts of ours.
     if not renames and (kind == "power cut" or operation in ("sync", "make directory")):
         return False

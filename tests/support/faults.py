@@ -127,7 +127,6 @@ class FaultyFileSystem:
         raise Killed
 
     def replace(self, path: str, content: bytes | None) -> None:
-        """Give a finished file another content, or none at all."""
         self._delete(path)
         if content is not None:
             self._change(lambda files: write_bytes(files, path, content))
@@ -268,7 +267,6 @@ class _Twin(MemoryDisk):
 
 
 def _copy(source: FileSystem, target: FileSystem, directory: str) -> None:
-    """Copy all that is in a directory, durably."""
     for name, kind in source.entries(directory).items():
         path = source.join(directory, name)
         if kind == "directory":
@@ -291,7 +289,6 @@ def read_bytes(files: FileSystem, path: str) -> bytes:  # the content of a small
 
 
 def write_bytes(files: FileSystem, path: str, content: bytes) -> None:
-    """Write a small file, as it is, without any care."""
     sink = files.create(path)
     rest = memoryview(content)
     while rest:

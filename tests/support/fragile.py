@@ -20,7 +20,6 @@ NaN loss of a finite gradient; a NaN that the model is given; a large loss."""
 
 
 def marked(marks: Sequence[int], batch_size: int = 1, **options: Any) -> DataLoader[Any]:
-    """Samples, each with its mark."""
     generator = torch.Generator().manual_seed(5)
     features = torch.randn(len(marks), FEATURES, generator=generator)
     target = features.sum(1, keepdim=True) + 0.1 * torch.randn(len(marks), 1, generator=generator)

@@ -25,7 +25,6 @@ def layer_of(path: Path) -> str:
 
 
 def lines_of(root: Path) -> Counter[str]:
-    """Count the lines of the Python files below a folder, by the folder of `tests` that they are in."""
     found: Counter[str] = Counter()
     for path in root.rglob("*.py"):
         found[layer_of(path) if root == TESTS else ""] += len(path.read_bytes().splitlines())
@@ -33,7 +32,6 @@ def lines_of(root: Path) -> Counter[str]:
 
 
 def cpu() -> float:
-    """Return the CPU seconds so far of this process, of its ended children and of the pool of ranks."""
     return sum(os.times()[:4]) + ranks.cpu_seconds
 
 
@@ -52,7 +50,6 @@ def slowness() -> float:
 
 
 def tier_of(item: pytest.Item) -> str:
-    """Return the tier that a test belongs to."""
     return next((each for each in TIERS if item.get_closest_marker(each)), "quick")
 
 
@@ -101,7 +98,6 @@ class Gate:
             raise pytest.UsageError("\n".join(wrong))
 
     def pytest_sessionstart(self) -> None:
-        """Measure the machine."""
         self.slowness = slowness()
 
     @pytest.hookimpl(wrapper=True)
@@ -127,7 +123,6 @@ class Gate:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note which test has failed first and passed then."""
         if self.is_worker:
             return
         if report.outcome == "rerun":  # type: ignore[comparison-overlap]
@@ -137,7 +132,6 @@ class Gate:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Add what a worker has counted."""
         spent, dearest, over, near = getattr(node, "workeroutput", {}).get("gate", ({}, [], [], []))
         self.spent.update(spent)
         self.dearest += [(seconds, name) for seconds, name in dearest]

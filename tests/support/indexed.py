@@ -35,7 +35,6 @@ class Augmented(Dataset[Tensor]):
 
 
 def loader(dataset: Any = None, workers: int = 0, **options: Any) -> DataLoader[Any]:
-    """A shuffling loader of batches of 3 unless told otherwise."""
     if not {"sampler", "batch_sampler", "shuffle"} & set(options):
         options["shuffle"] = True
     if "batch_sampler" not in options:

@@ -23,7 +23,6 @@ def bits(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[in
 
 
 def weights(module: nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
-    """A module's parameters and buffers, to the bit."""
     return bits(module.state_dict())
 
 

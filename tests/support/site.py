@@ -10,7 +10,6 @@ SITE = Path(__file__).parents[2] / "docs" / "site"
 
 
 def site_script(name: str) -> SimpleNamespace:
-    """Return what a script defines; skip the test where the documentation is missing."""
     if not SITE.exists():  # an installed package
         pytest.skip("the documentation is not here")
     return SimpleNamespace(**runpy.run_path(str(SITE / f"{name}.py")))

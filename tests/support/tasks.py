@@ -20,7 +20,6 @@ def quiet(**options: Any) -> Trainer:  # A Trainer that writes and shows nothing
 
 
 def pairs(count: int = 10, batch_size: int = 2, seed: int = 0, **options: Any) -> DataLoader[Any]:
-    """A loader of `(features, target)`."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(count, FEATURES, generator=generator)
     dataset = TensorDataset(features, features.sum(1, keepdim=True))
@@ -51,7 +50,6 @@ class Regression(TaskModule):
 
 
 def variant(**methods: Any) -> type[Regression]:
-    """Return a subclass of `Regression` with these methods: `loss=lambda self, outputs, batch: ...`."""
     return type("Variant", (Regression,), methods)
 
 

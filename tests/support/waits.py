@@ -150,7 +150,6 @@ TWO_RANKS = {
 
 
 def waits(row: Row, device: str, directory: Path, **more: Any) -> float:
-    """Return how often the host waits in a step of a configuration."""
     options = {"strategy": device, "run_dir": directory, **row.options, **more}
     count = row.steps * 4 + 20
     data: Any = batches(count, device if row.on_device else "cpu")
@@ -177,7 +176,6 @@ def waits_of_own_loop(device: str, weights_on_device: bool = False, ranks: int =
 
 
 def wrong(found: Mapping[str, float], rows: Mapping[str, Row], device: str) -> dict[str, float]:
-    """Return what is not as the table says."""
     most = {name: row.on_cuda if device != "cpu" and row.on_cuda else row.waits for name, row in rows.items()}
     return {
         name: each

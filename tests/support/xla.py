@@ -29,12 +29,10 @@ def make(name: str, config: Any = None, devices: int = 1) -> Callable[[int], Str
 
 
 def trainer(name: str, config: Any = None, devices: int = 1, **options: Any) -> Trainer:
-    """A quiet Trainer of a strategy."""
     return Trainer(strategy=make(name, config, devices)(1), **{**QUIET, **options})
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns in a process of its own."""
     (found,) = run_distributed(function, *arguments, world_size=1)
     return found
 

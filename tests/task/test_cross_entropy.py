@@ -46,7 +46,6 @@ def plain(head: Any, hidden: Tensor, targets: Tensor, **options: Any) -> Tensor:
 
 
 def gradients(loss: Callable[..., Tensor], head: nn.Module, *given: Tensor, **options: Any) -> list[Tensor]:
-    """Three times the loss, and its gradients."""
     result = 3 * loss(head, *given, **options)
     return [result.detach(), *torch.autograd.grad(result, [given[0], *head.parameters()])]
 

@@ -70,7 +70,6 @@ class HostReads:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        """Begin to watch."""
         copies = _CopyWatch(self._note)
         modes: tuple[AbstractContextManager[Any], ...] = (copies, _Operations(self._note, copies))
         for each in (_cuda_waits(self._note),) if self._on_cuda else modes:
@@ -78,7 +77,6 @@ class HostReads:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop watching."""
         self._open.close()
 
     def _note(self, operation: str, reason: str) -> None:

@@ -52,7 +52,6 @@ def dataset() -> TensorDataset:
 
 
 def seen_in(data: Any, task: Any = None, key: Any = 0, **options: Any) -> tuple[list[Tensor], Any]:
-    """What of each batch a fit of an epoch saw, and its Trainer."""
     seen: list[Tensor] = []
     keep = LambdaCallback(on_step_end=lambda run: seen.append(run.window.micro_batches[0].batch[key]))
     trainer = quiet(**{"max_epochs": 1, "batch_size": 4, "callbacks": [keep], **options})

@@ -66,7 +66,7 @@ class EarlyStopping(Callback):
     ) -> None:
         if not isinstance(metric, str) or not metric:
             raise ConfigError(
-                f"EarlyStopping(metric=) must be a logged name such as 'validation/loss', not {metric!r}"
+                f"EarlyStopping(metric=) takes a name such as 'validation/loss', not {metric!r}"
             )
         self.mode = one_of("mode of EarlyStopping", mode, MODES)
         self.threshold_mode = one_of("threshold_mode of EarlyStopping", threshold_mode, ("abs", "rel"))
@@ -138,9 +138,7 @@ class EarlyStopping(Callback):
         if self._reached(value):
             run.stop(f"early stopping: {self.metric} is {value:.6g} and reached {self.stop_at:.6g}")
         elif self._diverged(value):
-            run.stop(
-                f"early stopping: {self.metric} is {value:.6g} and diverged beyond {self.diverged_at:.6g}"
-            )
+            run.stop(f"early stopping: {self.metric} is {value:.6g}, diverged beyond {self.diverged_at:.6g}")
         elif self.without_improvement >= self.patience:
             of = "evaluation" if run.names.stage_of(self.metric) == "validation" else "log point"
             run.stop(f"early stopping: {self._reason(value, of)}")

@@ -72,9 +72,7 @@ class Freeze(Callback):
         self.until: dict[str, Every | None]
         if isinstance(patterns, Mapping):
             if until is not None:
-                raise ConfigError(
-                    "Freeze({pattern: point, ...}) has a point for each pattern; leave out until="
-                )
+                raise ConfigError("Freeze({pattern: point}) has a point for each pattern; leave out until=")
             self.until = {name: _point(each) for name, each in patterns.items()}
         else:
             self.until = dict.fromkeys(globs("Freeze(patterns=)", patterns) or (), _point(until))

@@ -52,9 +52,7 @@ class MixtureMonitor(Callback):
         self.names = list(sources)
         self._lengths = [length_of(each) for each in sources.values()]
         if losses is not None and not callable(losses):
-            raise ConfigError(
-                f"MixtureMonitor(losses=) takes a function of outputs and batch, not {losses!r}"
-            )
+            raise ConfigError(f"MixtureMonitor(losses=) takes a function (outputs, batch), not {losses!r}")
         self._losses = losses
         self._by_token = False
 
@@ -99,9 +97,7 @@ class MixtureMonitor(Callback):
         if self._losses is None:
             return
         if run.outputs is None:
-            raise ConfigError(
-                "MixtureMonitor(losses=...) needs a step that returns StepOutput(loss, outputs)"
-            )
+            raise ConfigError("MixtureMonitor(losses=) needs a step that returns StepOutput(loss, outputs)")
         with torch.no_grad(), (run.engine.step_module.context or nullcontext)():
             found = self._losses(run.outputs, run.batch)
         self._by_token, sources = isinstance(found, tuple), run.batch[SOURCE]

@@ -90,7 +90,7 @@ class Profile(Callback):
         self.all_ranks = flag("Profile(all_ranks=)", all_ranks)
         if not isinstance(options, (Mapping, type(None))):
             raise ConfigError(
-                f"Profile(options=) must be a mapping, such as {{'with_stack': True}}, not {options!r}"
+                f"Profile(options=) takes a mapping like {{'with_stack': True}}, not {options!r}"
             )
         self.options = dict(options or {})
         self.schedule = _checked_schedule(_SCHEDULE if schedule is None else schedule)
@@ -287,9 +287,7 @@ def _checked_schedule(schedule: object) -> Callable[[int], ProfilerAction]:
     try:
         return torch.profiler.schedule(**schedule)
     except (TypeError, AssertionError) as error:
-        raise ConfigError(
-            f"Profile(schedule={dict(schedule)!r}): {error}. Give one such as {_SCHEDULE!r}"
-        ) from None
+        raise ConfigError(f"Profile(schedule={dict(schedule)!r}): {error}. Example: {_SCHEDULE!r}") from None
 
 
 def _table(content: Mapping[str, Any], clock: Clock) -> str:

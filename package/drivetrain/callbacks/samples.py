@@ -49,9 +49,7 @@ class Samples(AtPoints):
     ) -> None:
         super().__init__(every)
         if isinstance(prompts, str) or not hasattr(prompts, "__len__") or not len(prompts):
-            raise ConfigError(
-                f"Samples(prompts) takes a list of prompts, such as ['Once upon'], not {prompts!r}"
-            )
+            raise ConfigError(f"Samples(prompts) takes a list, such as ['Once upon'], not {prompts!r}")
         if not callable(generate):
             raise ConfigError(
                 "Samples(generate=) takes a function of the task and the prompts that returns a sample for"
@@ -67,9 +65,7 @@ class Samples(AtPoints):
         """
         others = [each for each in trainer.callbacks if isinstance(each, Samples) and each is not self]
         if any(each.name == self.name for each in others):
-            raise ConfigError(
-                f"callbacks has two Samples with the name {self.name!r}. Give one of them Samples(name='...')"
-            )
+            raise ConfigError(f"two Samples have the name {self.name!r}. Give one another: Samples(name=...)")
 
     def evaluate(self, run: Run) -> None:
         """Make the samples and log them; see `AtPoints`."""

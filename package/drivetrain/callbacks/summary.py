@@ -128,9 +128,7 @@ def summarize(task: nn.Module, depth: int = 1) -> Summary:
     """
     count("the depth of a summary", depth)
     if not isinstance(task, nn.Module):
-        raise ConfigError(
-            f"a summary needs a module, not {task!r}; give an object of the class, not the class"
-        )
+        raise ConfigError(f"a summary needs a module, not {task!r}: an object of the class, not the class")
     owned = {id(each): name.rpartition(".")[0] for name, each in task.named_parameters()}
     rows = [
         _row(name, module, module.parameters(), owned)

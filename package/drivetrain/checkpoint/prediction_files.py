@@ -56,9 +56,7 @@ def _make_free(directory: Path) -> None:
     with os_errors("create", str(directory)):
         directory.mkdir(parents=True, exist_ok=True)
     if any(directory.glob("predictions-*")):
-        raise ConfigError(
-            f"{directory} already holds predictions; give another directory, or remove them first"
-        )
+        raise ConfigError(f"{directory} already holds predictions: give another directory, or remove them")
 
 
 def read_predictions(path: Path, types: Iterable[type] = ()) -> Any:

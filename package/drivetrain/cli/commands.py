@@ -119,7 +119,7 @@ def _on_processes(trainer: Trainer, size: float) -> Trainer:
     local = trainer.devices if isinstance(trainer.devices, int) else size
     if size % local:
         raise ConfigError(
-            f"--world-size {size:g} is no multiple of --trainer.devices {local}, the processes of a machine"
+            f"--world-size {size:g} is no multiple of --trainer.devices {local}, those of a machine"
         )
     return replace(trainer, devices=int(local), num_nodes=int(size // local))
 
@@ -195,7 +195,7 @@ def _training_option(settings: Settings) -> str:
         raise ConfigError("--data and --train-data both give training data; give one of them")
     if not given:
         raise ConfigError(
-            "no data to train on: give --data module.object (with train_data() and so on) or --train-data"
+            "no training data: give --data module.object (with train_data() and so on) or --train-data"
         )
     return given[0]
 
@@ -206,9 +206,7 @@ def _evaluation_data(settings: Settings, stage: str) -> Any:
     if data is not None and other is not None:
         raise ConfigError("--data and --validation-data both give validation data; give one of them")
     if data is None and other is None:
-        raise ConfigError(
-            f"no {stage} data: give --data module.object, with {stage}_data() or batches of its own"
-        )
+        raise ConfigError(f"no {stage} data: give --data module.object, with {stage}_data() or batches")
     return data if other is None else other
 
 

@@ -116,9 +116,7 @@ def _where(parsed: argparse.Namespace) -> list[str]:
     if parsed.nodes == "1" and parsed.address is None and parsed.node_rank in (None, 0):
         return [*_meeting("1", "drivetrain", "127.0.0.1:0", parsed.job), "--rdzv-conf", "number=0"]
     if not re.fullmatch(r"[1-9]\d{0,5}", parsed.nodes):
-        raise ConfigError(
-            f"--nodes {parsed.nodes} needs --rendezvous HOST:PORT; with --address give one number"
-        )
+        raise ConfigError(f"--nodes {parsed.nodes} needs --rendezvous HOST:PORT; --address takes one number")
     if parsed.address is None or parsed.node_rank is None:
         raise ConfigError(
             f"--nodes {parsed.nodes} needs --address HOST of the first machine and --node-rank of this one;"

@@ -55,9 +55,7 @@ def load(reference: str, option: str) -> Any:
 def _module(parts: Sequence[str], reference: str, option: str) -> tuple[Any, Sequence[str]]:
     """Import the longest prefix of a reference that is a module; return it and the parts after it."""
     if len(parts) < 2 or not all(parts):
-        raise ConfigError(
-            f"{option} {reference} does not name an object. Write module.Name, or path/to/file.py:Name"
-        )
+        raise ConfigError(f"{option} {reference} names no object. Write module.Name, or path/to/file.py:Name")
     for cut in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:cut])
         try:

@@ -370,9 +370,7 @@ def _options_of(argument: str, given: Mapping[str, Any]) -> Any:
     """Return the configuration class of the chosen strategy or precision."""
     chosen = given.get("class_path")
     if chosen is None:
-        raise ConfigError(
-            f"an option of a {argument} is given without its name: give --trainer.{argument} NAME too"
-        )
+        raise ConfigError(f"an option of a {argument} lacks its name: give --trainer.{argument} NAME too")
     return config_type(chosen) if argument == "strategy" else type(as_precision(chosen))
 
 

@@ -96,7 +96,7 @@ def dotted(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
             and whole.partition(".")[2] not in (*NAMED, *LISTS)
         ):
             raise ConfigError(
-                f"--{whole} is given both as a whole and by its parts, such as --{option}; give one of them"
+                f"--{whole} is given whole and by parts, such as --{option}; give one of the two"
             )
     return options, others
 
@@ -178,9 +178,7 @@ def _listed(value: Any, name: str = "") -> list[Any]:
     found = [] if found is None else found if isinstance(found, list) else [found]
     for each in found if name == "trainer.callbacks" else ():
         if isinstance(each, str) and "." not in each:
-            raise ConfigError(
-                f"--{name}: {each!r} is not the path of a class. Write drivetrain.{each}, or module.{each}"
-            )
+            raise ConfigError(f"--{name}: {each!r} names no class. Write drivetrain.{each} or module.{each}")
     return [_object("an item", each) if isinstance(each, Mapping) else each for each in found]
 
 

@@ -404,9 +404,7 @@ class Point:
     def __init__(self, begins: Every, calendar: Calendar) -> None:
         self.begins = begins = calendar.resolved(begins)
         if begins.steps:
-            raise ConfigError(
-                f"{begins} are several steps, and one point is needed, such as '2 epochs' or 500"
-            )
+            raise ConfigError(f"{begins} are several steps; give one point, such as '2 epochs' or 500")
         self._whole, self._part = divmod(exact(begins.amount), 1)
         if self._part and begins.unit == "epochs":
             if calendar.length is None:

@@ -124,9 +124,7 @@ def _listed(spec: object) -> tuple[int, ...]:
     steps = tuple(spec)
     whole = all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in steps)
     if not (steps and whole and list(steps) == sorted(set(steps))):
-        raise ConfigError(
-            f"a list of steps has whole numbers that increase, such as [0, 1, 2, 4], not {spec!r}"
-        )
+        raise ConfigError(f"a list of steps has increasing whole numbers, such as [0, 1, 2, 4], not {spec!r}")
     return steps
 
 

@@ -127,9 +127,7 @@ def byte_count(name: str, value: object) -> int:
             size = math.floor(float(found[1]) * (1024 if found[3] else 1000) ** power)
     if size > 0:
         return size
-    raise ConfigError(
-        f"{name} must be a number of bytes above 0, or a text such as '5 GB' or '4 GiB', not {value!r}"
-    )
+    raise ConfigError(f"{name} must be a number of bytes above 0, or a text such as '5 GB', not {value!r}")
 
 
 def flag(name: str, value: object) -> bool:

@@ -32,9 +32,7 @@ def check_data(feeds: Sequence[Feed], ranks: Ranks) -> None:
     first = dict(found[0])
     for rank, theirs in enumerate(map(dict, found)):
         if theirs.keys() != first.keys():
-            raise DataError(
-                f"rank 0 was given {_named(first)}, rank {rank} {_named(theirs)}. Give all ranks the same"
-            )
+            raise DataError(f"rank 0 has {_named(first)}, rank {rank} {_named(theirs)}. Give all the same")
         for name, description in theirs.items():
             _refuse_other(name, first[name], description, rank)
     for feed in feeds:
@@ -78,7 +76,7 @@ def _refuse_different(name: str, first: Evidence | None, theirs: Evidence | None
         if first is not theirs:
             empty, full = (0, rank) if first is None else (rank, 0)
             raise DataError(
-                f"the {name} data has no batch on rank {empty}, but has one on rank {full}. {_ADVICE}"
+                f"the {name} data has a batch on rank {full}, but none on rank {empty}. {_ADVICE}"
             )
         return
     if first.order is not None and theirs.order is not None and first.order != theirs.order:

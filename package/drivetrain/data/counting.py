@@ -87,9 +87,7 @@ def _weight(given: Any, title: Callable[[], str]) -> float | Tensor:
             f"loss_weight gave {shown[:80]}; it must return one number, the weight of the batch's loss"
         ) from None
     if not 0 <= weight < math.inf:
-        raise DataError(
-            f"loss_weight gave {weight} for {title()}; a weight is a number of samples or tokens, at least 0"
-        )
+        raise DataError(f"loss_weight gave {weight} for {title()}; it counts samples or tokens, at least 0")
     return weight
 
 

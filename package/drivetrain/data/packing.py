@@ -89,15 +89,11 @@ def packed(
         count("buffer", buffer, at_least=1),
     )
     if isinstance(data, Mapping):
-        raise DataError(
-            "packed() takes a sequence of documents; give a mapping of columns as a dataset of rows"
-        )
+        raise DataError("packed() takes a sequence of documents: make rows of a mapping of columns")
     if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
         raise DataError(f"packed() takes a dataset, a list or a stream of documents, not {data!r:.60}")
     if isinstance(data, DataLoader) and data.batch_sampler is not None:
-        raise DataError(
-            "packed() takes documents, not the batches of a DataLoader. Give the loader's dataset"
-        )
+        raise DataError("packed() takes documents, not batches of a DataLoader. Give the loader's dataset")
     is_stream = isinstance(data, IterableDataset) or not (
         hasattr(data, "__len__") and hasattr(data, "__getitem__")
     )
@@ -343,6 +339,4 @@ class PackedStream(BufferedStream):
 
 def _say(documents: int, tokens: int, rows: int, form: _Packing) -> None:
     share = tokens / (rows * form.length) if rows else 1
-    _LOG.info(
-        f"packed {documents} documents into {rows} rows of {form.length} tokens: {share:.1%} of them are real"
-    )
+    _LOG.info(f"packed {documents} documents into {rows} rows of {form.length} tokens: {share:.1%} are real")

@@ -108,7 +108,7 @@ class _Packer:
         kind = type(value)  # exact: a subclass would be loaded as its base
         if depth > MAX_DEPTH:
             raise CheckpointError(
-                f"{_dotted(path[:8])}...: nested more than {MAX_DEPTH} levels deep; does it contain itself?"
+                f"{_dotted(path[:8])}...: over {MAX_DEPTH} levels deep; does it contain itself?"
             )
         if value is None or kind is bool or kind is str:
             return value  # type: ignore[no-any-return]
@@ -137,9 +137,7 @@ class _Packer:
     def _mapping(self, value: Mapping[Any, Any], tag: str, path: tuple[object, ...], depth: int) -> Json:
         for key in value:
             if self._typed is None and type(key) is not str and type(key) is not int:
-                raise CheckpointError(
-                    f"{_dotted(path)}: the key {key!r} is a {type(key).__name__!r}; {_ALLOWED}"
-                )
+                raise CheckpointError(f"{_dotted(path)}: key {key!r} is a {type(key).__name__!r}; {_ALLOWED}")
         if tag == "$dict" and all(type(key) is str and not key.startswith("$") for key in value):
             return {key: self.pack(each, (*path, key), depth + 1) for key, each in value.items()}
         pairs: list[Json] = []
@@ -166,9 +164,7 @@ def _from_numpy(array: np.ndarray[Any, Any], path: tuple[object, ...]) -> Tensor
     try:
         return torch.from_numpy(array)
     except TypeError as error:
-        raise CheckpointError(
-            f"{_dotted(path)}: a numpy value of dtype {array.dtype} cannot be stored; {_ALLOWED}"
-        ) from error
+        raise CheckpointError(f"{_dotted(path)}: numpy {array.dtype} cannot be stored; {_ALLOWED}") from error
 
 
 _FROM_TEXT: dict[str, tuple[str, Callable[[str], Any]]] = {

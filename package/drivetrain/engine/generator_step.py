@@ -143,9 +143,7 @@ def returned_rows(yielded: Sequence[Any], weighted_batches: Weighted) -> list[Ro
     step_values = []
     for each, (micro_batch, _) in zip(yielded, weighted_batches, strict=True):
         if not isinstance(each, Returned):
-            raise ConfigError(
-                "with accumulation every micro-batch's training_step must yield the same number of times"
-            )
+            raise ConfigError("with accumulation every training_step must yield the same number of times")
         if each.value is None:
             continue
         if not isinstance(each.value, Mapping):

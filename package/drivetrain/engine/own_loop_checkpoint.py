@@ -45,9 +45,7 @@ def restore_optimizer_state(
 ) -> None:
     """Restore what `optimizer_state` returned."""
     if set(meta) != set(optimizers):
-        raise CheckpointError(
-            f"the checkpoint has the optimizers {sorted(meta)}, the task configures {sorted(optimizers)}"
-        )
+        raise CheckpointError(f"the checkpoint has optimizers {sorted(meta)}, the task {sorted(optimizers)}")
     names = parameter_names(module)
     for name, optimizer in optimizers.items():
         mine = {each for group in meta[name]["groups"] for each in group["parameters"]}
@@ -88,9 +86,7 @@ def _plain(model: Any) -> nn.Module:
         return model.task
     if isinstance(model, nn.Module):
         return model
-    raise ConfigError(
-        f"model must be a module or a mapping of names to modules, not a {type(model).__name__}"
-    )
+    raise ConfigError(f"model is a module or a mapping of names to modules, not a {type(model).__name__}")
 
 
 def _by_name(optimizer: Any) -> dict[str, Optimizer]:
@@ -166,9 +162,7 @@ def _take_over(
     state: Mapping[str, Any],
 ) -> dict[str, Any]:
     if not isinstance(tree, dict) or "user" not in tree:
-        raise CheckpointError(
-            f"{path} was not saved by Engine.save; a Trainer's checkpoint is resumed by fit(resume=...)"
-        )
+        raise CheckpointError(f"{path} was not saved by Engine.save; fit(resume=...) resumes a Trainer's")
     if module is not None:
         with strategy.checkpoint_layout(_by_name(optimizer), write=True) as taken:
             weights, extras = snapshot.tensors["model"], tree["module_extras"]
@@ -179,9 +173,7 @@ def _take_over(
     stored = tree["user"]
     lacking = sorted(set(state) - set(stored))
     if lacking:
-        raise CheckpointError(
-            f"{path} holds nothing named {', '.join(map(repr, lacking))}; it has {sorted(stored)}"
-        )
+        raise CheckpointError(f"{path} has no {', '.join(map(repr, lacking))}; it has {sorted(stored)}")
     for name, each in state.items():
         if isinstance(each, Stateful):
             each.load_state_dict(stored[name])

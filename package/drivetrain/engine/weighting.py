@@ -192,9 +192,7 @@ class OpenWindow:
     def check_closed(self) -> None:
         """Check that the window is closed, so that the state can be saved; no other optimizer may step."""
         if self._open:
-            raise ConfigError(
-                "engine.save() between engine.backward() and engine.step(): make the step first"
-            )
+            raise ConfigError("engine.save() between engine.backward() and engine.step(): step first")
         self._is_over = True
 
     def close(self, strategy: Strategy, optimizer: Optimizer, apart: bool = True) -> None:

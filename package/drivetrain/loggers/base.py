@@ -51,9 +51,7 @@ def check_loggers(spec: LoggerSpec) -> list[str | Logger]:
     names = [each for each in specs if isinstance(each, str)]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(
-            f"the logger {twice[0]!r} is given twice, and both would write the same file. Give it once"
-        )
+        raise ConfigError(f"the logger {twice[0]!r} is given twice, for the same file. Give it once")
     for each in specs:
         if isinstance(each, str):
             LOGGERS.check(each)
@@ -77,9 +75,7 @@ def _check_takes(logger: Any) -> None:
         raise ConfigError(f"{name}.takes must be a set of kinds, such as {{'image'}}, not {logger.takes!r}")
     for kind in logger.takes:
         if kind not in get_args(Kind):
-            raise ConfigError(
-                f"{name}.takes has the unknown kind {kind!r}. {nearest(str(kind), get_args(Kind))}"
-            )
+            raise ConfigError(f"{name}.takes: unknown kind {kind!r}. {nearest(str(kind), get_args(Kind))}")
     if not callable(getattr(logger, "log_media", None)):
         raise ConfigError(f"{name} has takes={logger.takes!r}, and no method log_media(values, step)")
 

@@ -213,7 +213,7 @@ class Figure(Media):
         if not is_plotly and not callable(getattr(figure, "savefig", None)):
             axes = " Of axes give their figure: axes.figure" if hasattr(figure, "figure") else ""
             raise ConfigError(
-                f"Figure takes a figure of matplotlib or plotly, not a {type(figure).__name__}.{axes}"
+                f"Figure takes one of matplotlib or plotly, not a {type(figure).__name__}.{axes}"
             )
         super().__init__(figure)
         self.kind = "plotly figure" if is_plotly else "figure"
@@ -318,9 +318,7 @@ class Audio(Media):
     def __init__(self, samples: Array, sample_rate: int) -> None:
         shape = _shape(samples, "Audio")
         if len(shape) not in (1, 2) or 0 in shape or (len(shape) == 2 and shape[0] > min(shape[1], 64)):
-            raise ConfigError(
-                f"Audio takes samples of shape [samples] or [channels, samples], not {list(shape)}"
-            )
+            raise ConfigError(f"Audio takes shape [samples] or [channels, samples], not {list(shape)}")
         super().__init__(samples)
         self.sample_rate = count("Audio(sample_rate=)", sample_rate, at_least=1)
         self.channels, self.length = (1, *shape)[-2:]
@@ -399,9 +397,7 @@ class File(Media):
         if self.path.is_dir():
             raise ConfigError(f"File({str(path)!r}) is a folder: give one file, such as an archive of it")
         if not self.path.is_file():
-            raise ConfigError(
-                f"File({str(path)!r}): there is no such file. A folder can be given as an archive"
-            )
+            raise ConfigError(f"File({str(path)!r}): no such file. A folder can be given as an archive")
         super().__init__(None)
         self.suffix = self.path.suffix
 

@@ -320,9 +320,7 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any, how: Resumption) -> None
     engine = run.engine
     lacking = {"seed", "optimizers", "schedules", "buffer", "callbacks", "loggers"} - set(tree)
     if lacking:
-        raise CheckpointError(
-            f"this is no checkpoint of a Trainer's run: it lacks {', '.join(sorted(lacking))}"
-        )
+        raise CheckpointError(f"this is no checkpoint of a Trainer: it lacks {', '.join(sorted(lacking))}")
     if tree["seed"] != engine.seed:
         raise CheckpointError(
             f"the checkpoint was saved with seed={tree['seed']}, this Trainer has seed={engine.seed}: the"
@@ -416,9 +414,7 @@ def _numbers(tree: Any, part: str) -> dict[str, float]:
     """Return a part of the state that maps names to numbers; anything else would fail only when next used."""
     numbers: dict[str, float] = tree[part]
     if not all(isinstance(name, str) and isinstance(each, (int, float)) for name, each in numbers.items()):
-        raise CheckpointError(
-            f"the checkpoint's state has an invalid part {part!r}: it must map names to numbers"
-        )
+        raise CheckpointError(f"the checkpoint's part {part!r} is invalid: it must map names to numbers")
     return numbers
 
 
@@ -460,6 +456,4 @@ def _restore_each(
             _LOG.warning(f"the checkpoint has no state for the {what} {name}; it starts anew")
     gone = sorted(states.keys() - parts.keys())
     if gone:
-        _LOG.warning(
-            f"the checkpoint has the state of {what}s that this run does not have: {', '.join(gone)}"
-        )
+        _LOG.warning(f"the checkpoint has the state of {what}s that this run lacks: {', '.join(gone)}")

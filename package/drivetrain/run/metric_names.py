@@ -70,7 +70,7 @@ class MetricNames:
                 )
             if given == _COUNT:
                 raise ConfigError(
-                    f"{self._owner}.metric_name gave {given!r} for {source}: {_TAKEN}. Return another name"
+                    f"{self._owner}.metric_name gave {given!r} for {source}: {_TAKEN}. Use another"
                 )
             other = self._sources.setdefault(given, source)
             if other != source:
@@ -115,9 +115,7 @@ class MetricNames:
     def check_logged(self, name: str) -> None:
         """Check a name that a hook logs a value under."""
         if not isinstance(name, str) or not name or not name.isprintable():
-            raise ConfigError(
-                f"run.log takes a name, a text that is not empty and has no control characters, not {name!r}"
-            )
+            raise ConfigError(f"run.log takes a name, a text without control characters, not {name!r}")
         if name == _COUNT:
             raise ConfigError(f"run.log({name!r}, ...): {_TAKEN}. Log the value under another name")
         source = self._sources.setdefault(name, None)

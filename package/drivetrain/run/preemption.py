@@ -59,9 +59,7 @@ class PreemptionConfig:
             object.__setattr__(self, name, _named(name, getattr(self, name)))
         both = [each for each in self.requeues if each in self.stops]
         if both:
-            raise ConfigError(
-                f"PreemptionConfig: {both[0]} is in both requeue and stop; give it in one of them"
-            )
+            raise ConfigError(f"PreemptionConfig: {both[0]} is in requeue and stop; give it in one of them")
         if self.deadline is not None and self.deadline != "auto":
             name = "PreemptionConfig: deadline, if not 'auto',"
             object.__setattr__(self, "deadline", duration(name, self.deadline))
@@ -109,7 +107,7 @@ def as_preemption(spec: object) -> PreemptionConfig | None:
         return spec
     if not isinstance(spec, Mapping):
         raise ConfigError(
-            f"preemption is True, False, a PreemptionConfig or a mapping of its options, not {spec!r}"
+            f"preemption takes a bool, a PreemptionConfig or a mapping of its options, not {spec!r}"
         )
     return PreemptionConfig(**spec)
 

@@ -198,9 +198,7 @@ class Run(RunState):
         Raises:
             ConfigError: The fit has no validation data, or this run is no fit.
         """
-        self._request(
-            "validate", bool(self.evaluation_feeds), "has no validation data: give it to trainer.fit"
-        )
+        self._request("validate", bool(self.evaluation_feeds), "has no validation data: give it to fit")
 
     def log_now(self) -> None:
         """Log at the end of this step, as at `log_every`. One rank may ask alone, as for `save`.
@@ -570,7 +568,7 @@ class Run(RunState):
             raise ConfigError(f"only rank 0 has loggers: write `if run.is_main:` before run.logger({name!r})")
         given = ", ".join(type(each).__name__ for each in self.loggers) or "none"
         raise ConfigError(
-            f"this fit has no logger {name!r}; it has {given}. Add {name!r} to Trainer(loggers=...)"
+            f"this fit has no logger {name!r}, but {given}. Add {name!r} to Trainer(loggers=...)"
         )
 
     def pending_values(self) -> dict[str, float]:

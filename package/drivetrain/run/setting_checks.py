@@ -69,9 +69,7 @@ def _sanity_validation(name: str, value: Any) -> Any:
     if value == "auto":
         return value
     if isinstance(value, str) or value < 1:
-        raise ConfigError(
-            f"{name} must be a number of batches, 'auto', or None for no such validation, not {value!r}"
-        )
+        raise ConfigError(f"{name} is a number of batches, 'auto', or None for no validation, not {value!r}")
     return count(name, value, at_least=1)
 
 
@@ -151,9 +149,7 @@ def _run_name(name: str, value: Any) -> Any:
 def checked_callbacks(spec: Any, given_by: str = "callbacks") -> tuple[Any, ...]:
     """Return the callbacks after a check."""
     if not isinstance(spec, Iterable) or isinstance(spec, (str, Mapping)):
-        raise ConfigError(
-            f"{given_by} must be a sequence of callback objects, such as [EarlyStopping(...)], not {spec!r}"
-        )
+        raise ConfigError(f"{given_by} is a sequence of callbacks, such as [EarlyStopping()], not {spec!r}")
     callbacks = tuple(spec)
     check_no_class(given_by, *callbacks)
     if twice := [type(each).__name__ for each in callbacks if sum(each is other for other in callbacks) > 1]:

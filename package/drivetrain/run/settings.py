@@ -156,7 +156,7 @@ def _check_together(settings: RunSettings) -> None:
     least, most = settings.min_steps, settings.max_steps
     if least is not None and most is not None and least > most:
         raise ConfigError(
-            f"min_steps={least} with max_steps={most}: the fit ends before. Give min_steps of at most {most}"
+            f"min_steps={least} with max_steps={most}: the fit ends before. Give at most {most}"
         )
     if settings.validate_every is None and settings.sanity_validation not in (None, "auto"):
         raise ConfigError(
@@ -171,7 +171,7 @@ def _check_together(settings: RunSettings) -> None:
         raise ConfigError("log_first_step with log_every=None: give an interval, or leave log_first_step out")
     if settings.assets and settings.checkpoint is False:
         raise ConfigError(
-            "Trainer(assets=) is stored in checkpoints, and checkpoint=False saves none. Leave one out"
+            "Trainer(assets=) goes into checkpoints; checkpoint=False saves none. Leave one out"
         )
 
 

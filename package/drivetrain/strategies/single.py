@@ -26,9 +26,7 @@ def _existing(spec: str | torch.device) -> torch.device:
     if device is None or device.type not in _KINDS:
         raise StrategyError(f"a single device must be 'cpu', 'cuda', 'cuda:1', 'mps' or 'xpu', not {spec!r}")
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise StrategyError(
-            "device 'mps' is not available: it needs a Mac with Metal. Use strategy='cpu' or 'auto'"
-        )
+        raise StrategyError("device 'mps' is not available: it needs a Mac with Metal. Use 'cpu' or 'auto'")
     if device.type not in ("cuda", "xpu"):
         return device
     kind = device.type

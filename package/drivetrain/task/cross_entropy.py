@@ -113,9 +113,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -
             " features), (words, features) and (...)"
         )
     if targets.dtype is not torch.int64:
-        raise ConfigError(
-            f"cross_entropy(targets=...) must be indices of words in int64, not {targets.dtype}"
-        )
+        raise ConfigError(f"cross_entropy(targets=...) must be int64 indices of words, not {targets.dtype}")
     if (
         type(targets) is Tensor and targets.device.type == "cpu"
     ):  # a fake one has no values; others would wait

@@ -214,9 +214,7 @@ def _scalar(name: str, value: Any) -> Tensor:
     try:
         tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
-        raise ConfigError(
-            f"the value {name!r} that a step returned is a {type(value).__name__}, not a number"
-        ) from None
+        raise ConfigError(f"the value {name!r} of a step is a {type(value).__name__}, not a number") from None
     if tensor.is_complex():
         raise ConfigError(
             f"the value {name!r} that a step returned is complex ({tensor.dtype}); only real numbers can be"

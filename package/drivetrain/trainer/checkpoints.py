@@ -124,9 +124,7 @@ def decide_start(
     source = next((each for each in settings.callbacks if each.resume_name == resume), None)
     if source is not None:
         if manager is None:
-            raise ConfigError(
-                f"resume={resume!r} brings a checkpoint to run_dir, and checkpoint=False uses none"
-            )
+            raise ConfigError(f"resume={resume!r} brings a checkpoint, and checkpoint=False uses none")
         ranks.first(lambda: source.fetch_checkpoint(manager.directory))
     elif resume != "auto":
         return _start_at(ranks.first(lambda: _checked_path(resume)), manager, ranks)
@@ -229,6 +227,6 @@ def named_checkpoint(settings: RunSettings, checkpoint: str) -> str:
     root = checkpoint_root(settings, settings.run_dir)
     if root is None:
         raise ConfigError(
-            f"checkpoint={checkpoint!r} is looked for in run_dir: give the Trainer a run_dir, or give a path"
+            f"checkpoint={checkpoint!r} needs a run_dir to look in: give the Trainer one, or a path"
         )
     return RunDirectory(root, chosen_policies(settings.checkpoint)).named(path)

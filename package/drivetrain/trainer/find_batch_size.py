@@ -121,9 +121,7 @@ def _limit(memory: int | str | None, strategy: Strategy) -> int | None:
         return byte_count("find_batch_size(memory=)", memory)
     if strategy.device.type == "cpu" or strategy.world_size > 1:
         where = "a CPU, which swaps" if strategy.device.type == "cpu" else "several processes, which all end"
-        raise ConfigError(
-            f"find_batch_size on {where} when memory runs out: give a limit, such as memory='4 GiB'"
-        )
+        raise ConfigError(f"find_batch_size on {where} when memory runs out: give a limit: memory='4 GiB'")
     return None
 
 

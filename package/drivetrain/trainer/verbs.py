@@ -249,6 +249,4 @@ def _check_optimizer_settings(given: object, resume: object) -> None:
         return
     one_of("optimizer_settings", given, SETTINGS_OF)
     if resume is None:
-        raise ConfigError(
-            f"optimizer_settings={given!r} is for a resume: give resume='auto', or leave it out"
-        )
+        raise ConfigError(f"optimizer_settings={given!r} is for a resume: give resume='auto' or leave it out")

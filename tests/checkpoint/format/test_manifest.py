@@ -38,7 +38,7 @@ def test_a_manifest_comes_back_as_it_was_and_is_strict_json(saved):
     (saved / "manifest.json").write_text(json.dumps(content, indent=4), encoding="utf-8")
     assert read_manifest(str(saved)).progress["steps"] == 1  # reformatted, it still reads
     (saved / "manifest.json").write_text(text.replace('"steps":1', '"steps":2'), encoding="utf-8")
-    with pytest.raises(DamagedCheckpointError, match="does not match its own hash"):
+    with pytest.raises(DamagedCheckpointError, match="does not match its hash"):
         read_manifest(str(saved))
 
 

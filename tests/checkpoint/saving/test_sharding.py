@@ -192,7 +192,7 @@ def test_shards_that_would_be_saved_or_read_wrong_are_refused(tmp_path):
             {
                 "cut otherwise by a rank": (lambda: save(mixed), "Shard it the same way on every rank"),
                 "partial": (lambda: save(held(whole, Partial())), "Partial", "redistribute"),
-                "by one process": (lambda: save(other, ranks=ALONE), "but only one process saves it"),
+                "by one process": (lambda: save(other, ranks=ALONE), "but one process saves it"),
                 "of another shape": (
                     lambda: DirectoryCheckpointIO(ranks=ranks).load(good, like=lambda *_: other),
                     "[64, 64] in the checkpoint",

@@ -122,7 +122,7 @@ def test_what_cannot_be_combined_is_refused():
     for options, words in (
         ({"samples": {"d": 1}}, "'d', which is no source"),
         ({"samples": {"a": 0}}, "samples of 'a'"),
-        ({"samples": 3}, "numbers by source, such as {'a': 7}, not 3"),
+        ({"samples": 3}, "numbers by source: {'a': 7}, not 3"),
         ({"until": "first"}, "longest"),
         ({"samples": {"a": 41}, "until": "shortest"}, "fewer samples"),
     ):

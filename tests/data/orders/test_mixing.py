@@ -16,8 +16,6 @@ from drivetrain.errors import ConfigError, DataError
 
 
 class Numbers(Dataset):
-    """Samples that say which they are, with a number of tokens."""
-
     def __init__(self, name, size):
         self.name, self.size = name, size
 
@@ -174,7 +172,7 @@ REFUSED = [
     ({5: {"a": 1, "b": 1, "c": 1}}, {}, "begin at 0"),
     ({0: EQUAL, "1 epoch": EQUAL}, {}, "change after samples, not at '1 epoch'"),
     ({0: EQUAL, "9 tokens": EQUAL}, {}, "change after samples"),
-    ({0: EQUAL, 5: EQUAL, "5 samples": EQUAL}, {}, "each point once"),
+    ({0: EQUAL, 5: EQUAL, "5 samples": EQUAL}, {}, "each once"),
     ({0: EQUAL, "a": 1}, {}, "shares by name, or such shares by points"),
     ([1, 1, 1], {}, "shares by name"),
     (EQUAL, {"tokens": "ids"}, 'is for by="tokens"'),

@@ -167,9 +167,7 @@ def test_a_run_is_resumed_as_if_no_worker_had_been_ahead(tmp_path: Path, stopped
 
 @pytest.mark.heavy("three fits, two with workers")
 @pytest.mark.parametrize("hook", ["on_epoch_start", "on_epoch_end"])
-def test_a_dataset_that_a_callback_changes_is_so_in_workers_and_after_a_resume(
-    hook: str, tmp_path: Path
-) -> None:
+def test_a_dataset_that_a_callback_changes_is_so_in_workers_and_a_resume(hook: str, tmp_path: Path) -> None:
     straight = trained(tmp_path / "straight", 0, **{hook: True})
     assert trained(tmp_path / "whole", 2, **{hook: True}) == straight != trained(tmp_path / "unchanged", 0)
     if hook == "on_epoch_start":

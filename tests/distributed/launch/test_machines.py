@@ -108,9 +108,7 @@ def lines_of(page: str, text: str, options: str) -> list[str]:  # with these opt
 
 @pytest.mark.parametrize("fails", ["first-host", "second-host"])
 @pytest.mark.parametrize(("page", "text"), [NUMBERED, MEETING])
-def test_a_failure_before_the_others_have_connected_ends_all_machines(
-    page: str, text: str, fails: str
-) -> None:
+def test_a_failure_before_the_others_connected_ends_all_machines(page: str, text: str, fails: str) -> None:
     with two_machines() as machines:
         lines = lines_of(page, text, "--devices 1 --max-restarts 1")
         both = ended(

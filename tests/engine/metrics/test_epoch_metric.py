@@ -145,7 +145,7 @@ def failing(outputs: Any, target: Any) -> float:
 def test_an_error_of_the_function_names_it() -> None:
     with pytest.raises(ValueError, match="only one class") as raised:
         quiet().validate(Ordered(failing), pairs(5))
-    assert "EpochMetric(failing), which was given float32 of shape (5, 1)" in raised.value.__notes__[0]
+    assert "EpochMetric(failing), given float32 of shape (5, 1)" in raised.value.__notes__[0]
 
 
 def log_of(data: Any, validation: Any = None, **options: Any) -> list[dict[str, float]]:

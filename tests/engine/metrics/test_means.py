@@ -21,7 +21,6 @@ Returned = dict[str, float]
 
 
 def add(buffer: MetricBuffer, step: int, values: Returned, weight: Any = 1.0) -> None:
-    """One step of one micro-batch that returned these values."""
     _, names, scalars, *_ = read_output({name: torch.tensor(value) for name, value in values.items()})
     buffer.add([(names, scalars, weight)], step)
 
@@ -38,7 +37,6 @@ def mean(pairs: list[tuple[float, float]]) -> float:  # the weighted mean, summe
 
 
 def made(count: int, seed: int = 0) -> list[tuple[Returned, float]]:
-    """Values as float32 holds them, with ragged weights."""
     source = random.Random(seed)
     value = lambda: float(np.float32(source.uniform(-5, 5)))  # noqa: E731
     return [({"loss": value(), "accuracy": value()}, float(source.randint(1, 900))) for _ in range(count)]

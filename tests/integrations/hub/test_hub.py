@@ -285,9 +285,7 @@ def test_a_preempted_run_waits_for_the_upload_of_its_last_checkpoint(hub: Any, t
 
 @pytest.mark.landing
 @pytest.mark.real("ends an upload that is stuck")
-def test_a_fit_waits_for_a_stuck_upload_until_a_timeout_and_resume_uploads_it(
-    hub: Any, tmp_path: Path
-) -> None:
+def test_a_fit_waits_for_a_stuck_upload_until_a_timeout_a_resume_uploads_it(hub: Any, tmp_path: Path) -> None:
     (hub.folder / "stall").touch()
     with warned(r"by hand: drivetrain checkpoint push .*step-00000010 org/line$"):
         trainer(tmp_path / "run", Publish(REPOSITORY, "save", timeout=1)).fit(Wide(), pairs())

@@ -82,7 +82,6 @@ def under_ours(module: Any, resume: str | None = None, **options: Any) -> Any:
 
 
 def both(kind: Any, theirs: dict[str, Any], ours: dict[str, Any] | None = None) -> tuple[Any, ...]:
-    """Fit under both; return the modules and the logged values, Lightning's first."""
     one, other = made(kind), made(kind)
     logged = under_lightning(one, **theirs)
     return one, other, logged, under_ours(other, **(theirs if ours is None else ours))[0]

@@ -36,8 +36,6 @@ def _kind(base: Any, **methods: Any) -> Any:
 
 
 def _noting(name: str) -> Any:
-    """Return an override that notes its call and calls `super`."""
-
     def method(self: Any, *args: Any, **options: Any) -> Any:
         self.seen = [*getattr(self, "seen", ()), name]
         return getattr(super(type(self), self), name)(*args, **options)

@@ -33,9 +33,7 @@ def search(make_task, space, run_dir, trials=3, checkpoint=True, trainer=(), **o
     return drivetrain.search(make_task, DATA, space, trainer=made, trials=trials, **options)
 
 
-def test_the_best_trial_comes_back_with_its_weights_and_its_trainer_and_a_search_goes_on(
-    tmp_path, monkeypatch
-):
+def test_the_best_trial_comes_back_with_its_weights_and_trainer_and_a_search_goes_on(tmp_path, monkeypatch):
     made, levels = [], set()
     monkeypatch.setattr(logging.getLogger("optuna"), "level", logging.INFO)
 
@@ -298,7 +296,6 @@ trials: 2
 
 @pytest.fixture
 def words(tmp_path, monkeypatch):
-    """Return the words of a search, in a directory with its program and its configuration."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "searched_line.py").write_text(PROGRAM, encoding="utf-8")
     (tmp_path / "search.yaml").write_text(CONFIG, encoding="utf-8")

@@ -15,7 +15,6 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 def run_program(name: str, *arguments: str, **environment: str) -> str:
-    """What a program of this folder prints; it runs in the working directory."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**undisturbed(), "PYTHONPATH": os.pathsep.join(paths), **environment}
     done = run_forked([str(PROGRAMS / name), *arguments], Path.cwd(), environment, timeout=300)

@@ -37,7 +37,6 @@ def model(name, attention="sdpa"):
 
 
 def expected(network):
-    """Return the logits and the gradient of the documents alone."""
     given, losses, logits = documents(), [], {}
     for each in given:
         found = network(each[None]).logits[0]

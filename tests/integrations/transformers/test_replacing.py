@@ -82,9 +82,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_restored")
-def test_a_packages_trainer_has_its_own_numbers_on_ours(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_packages_trainer_has_its_numbers_on_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     early = ModuleType("early_package")
     vars(early)["Mine"] = type("Mine", (transformers.Trainer,), {})
     monkeypatch.setitem(sys.modules, "early_package", early)

@@ -49,7 +49,7 @@ def test_configuration_that_contradicts_the_trainer_is_refused_by_name() -> None
         "steps": (of({"gradient_accumulation_steps": 1}), "gradient_accumulation_steps=1", '"auto" there'),
         "clipping": (of({"gradient_clipping": 1.0}), "gradient_clipping=1.0", "max_grad_norm="),
         "batch": (of({"train_batch_size": 16}), "train_batch_size=16", "follows from the data"),
-        "norm": (of(no_norm), "compute_grad_norm=false, but the engine needs it"),
+        "norm": (of(no_norm), "compute_grad_norm=false, which the engine needs"),
         "bf16": (of({"bf16": {"enabled": "false"}}), "bf16.enabled=false", "precision='32'"),
         "fp16": (of({"fp16": {"enabled": True}}), "fp16.enabled=True", "precision='32'"),
         "curriculum": (of({"curriculum_learning": {"enabled": True}}, changing), "SequenceLength("),

@@ -212,7 +212,6 @@ def keep_tanh(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkp
 
 
 def recomputed(again: Any) -> tuple[dict[str, list[Any]], int, int]:
-    """The weights after three steps, and how often a block's parts were computed in each."""
     task = Blocks(dropping, 4, OptimizerConfig("sgd", lr=0.1))
     task.head = nn.Identity()  # type: ignore[assignment]
     data = [torch.arange(8.0).reshape(2, 4) + number for number in range(6)]

@@ -250,9 +250,7 @@ def test_values_and_weights_are_ignored_by_name_and_a_name_of_nothing_is_an_erro
         return trainer(callbacks=[Scales(logs=True)]), Averaging(), loader()
 
     assert_resumable(make, steps=6, ignore=["se*", "mean"])
-    with pytest.raises(
-        ConfigError, match=r"a name like ignore='callback Scales\.\*'; the nearest names are '"
-    ):
+    with pytest.raises(ConfigError, match=r"a name like ignore='callback Scales\.\*'; the nearest are '"):
         assert_resumable(make, steps=6, ignore=["mean", "callback Scales.*"])
 
 

@@ -142,9 +142,7 @@ QUICK = {"same_as_the_big_batch", "resume_is_bitwise"}
     ],
     ids=[f"{kind.__name__}-{check}" for kind, check, _ in FAULTS],
 )
-def test_a_strategy_that_is_wrong_is_told_what_differs(
-    broken: type[DDP | FSDP], check: str, found: str
-) -> None:
+def test_a_wrong_strategy_is_told_what_differs(broken: type[DDP | FSDP], check: str, found: str) -> None:
     with pytest.raises(RuntimeError, match=f"(?s){found}.*in the check '{check}'"):
         check_strategy(lambda world_size: broken(world_size=world_size), checks=[check])
 

@@ -63,9 +63,7 @@ def load_assets(value: Json, what: str) -> dict[str, FileRecord]:
     records = {}
     for name, each in as_object(value, what).items():
         if trouble := name_trouble(name):
-            raise DamagedCheckpointError(
-                f"{what} lists {name[:80]!r}, which no checkpoint contains: {trouble}"
-            )
+            raise DamagedCheckpointError(f"{what} lists {name[:80]!r}, which no checkpoint has: {trouble}")
         records[name] = load_file(_LISTED, each, f"{what}: {name[:80]!r}")
         if records[name].content is not None:
             raise DamagedCheckpointError(f"{what}: {name[:80]!r} must be a file, and has its content here")

@@ -102,9 +102,7 @@ def as_record(value: Json, kinds: Mapping[str, type], what: str) -> dict[str, An
     fields: dict[str, Any] = as_object(value, what)
     if fields.keys() != kinds.keys():
         wrong = ", ".join(repr(name[:40]) for name in sorted(fields.keys() ^ kinds.keys())[:8])
-        raise DamagedCheckpointError(
-            f"{what} must have exactly {', '.join(sorted(kinds))}; at fault: {wrong}"
-        )
+        raise DamagedCheckpointError(f"{what} must have exactly {', '.join(sorted(kinds))}; wrong: {wrong}")
     for name, kind in kinds.items():
         found = fields[name]
         is_right = type(found) is kind or (kind is float and type(found) is int)
@@ -147,9 +145,7 @@ def unseal(data: bytes | bytearray, what: str) -> dict[str, Json]:
     except (ValueError, TypeError, RecursionError) as error:  # 1e999, which Python reads as infinity
         raise DamagedCheckpointError(f"{what} holds what strict JSON cannot: {error}") from error
     if expected != found:
-        raise DamagedCheckpointError(
-            f"{what} is not what was written: its content does not match its own hash"
-        )
+        raise DamagedCheckpointError(f"{what} is not what was written: its content does not match its hash")
     return value
 
 

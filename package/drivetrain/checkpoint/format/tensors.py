@@ -92,9 +92,7 @@ class TensorSpan:
 def check_tensor(tensor: Tensor, where: str) -> None:
     """Check that a safetensors file can store a tensor."""
     if tensor.layout != torch.strided:
-        raise CheckpointError(
-            f"{where}: a tensor of layout {tensor.layout} cannot be stored; call .to_dense() on it"
-        )
+        raise CheckpointError(f"{where}: layout {tensor.layout} cannot be stored; call .to_dense() on it")
     if tensor.is_meta:
         raise CheckpointError(f"{where}: the tensor is on the meta device and has no data to store")
     if tensor.dtype not in CODES:
@@ -140,9 +138,7 @@ def _header(
     start = 0
     for name, dtype, shape in sorted(named, key=lambda each: (-each[1].itemsize, each[0])):
         if name == _METADATA:
-            raise CheckpointError(
-                f"{what}: the safetensors format does not allow the name {name!r}; rename the tensor"
-            )
+            raise CheckpointError(f"{what}: safetensors does not allow the name {name!r}; rename the tensor")
         stop = start + shape.numel() * dtype.itemsize
         spans.append(TensorSpan(name, CODES[dtype], tuple(shape), start, stop))
         header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
@@ -298,14 +294,10 @@ def read_header(reader: HashedReader, digest: str | None = None) -> list[TensorS
     position = 0
     for span in spans:
         if span.start != position:
-            raise DamagedCheckpointError(
-                f"{what}: {span.name!r} begins at byte {span.start}, not at {position}"
-            )
+            raise DamagedCheckpointError(f"{what}: {span.name!r} begins at byte {span.start}, not {position}")
         position = span.stop
     if position != room - length:
-        raise DamagedCheckpointError(
-            f"{what} describes {position} bytes of tensors; the file has {room - length}"
-        )
+        raise DamagedCheckpointError(f"{what} has {position} bytes of tensors; the file has {room - length}")
     return spans
 
 

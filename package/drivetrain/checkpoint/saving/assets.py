@@ -82,9 +82,7 @@ def _check_path(given: str | os.PathLike[str], what: str) -> None:
         return
     parent = path.absolute().parent
     near = nearest(path.name, os.listdir(parent) if parent.is_dir() else ()).partition("Allowed:")[0]
-    raise ConfigError(
-        f"{what}={text!r} does not exist, and an asset is read from a local path. {near}".strip()
-    )
+    raise ConfigError(f"{what}={text!r} does not exist; an asset is read from a local path. {near}".strip())
 
 
 def make_assets(*given: tuple[str, Assets]) -> dict[str, bytes]:

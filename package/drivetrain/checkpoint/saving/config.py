@@ -98,7 +98,7 @@ class CheckpointConfig:
         by: object = self.by
         if by is not None and (not isinstance(by, str) or not by):
             raise ConfigError(
-                f"CheckpointConfig: by must be a metric's name such as 'validation/loss', or None; not {by!r}"
+                f"CheckpointConfig: by is a metric such as 'validation/loss', or None, not {by!r}"
             )
         _check_directory(self.directory)
         if self.every is not None:
@@ -155,9 +155,7 @@ def _check_directory(directory: object) -> None:
         return
     path = os.fspath(directory) if isinstance(directory, (str, os.PathLike)) else None
     if not isinstance(path, str) or not path:
-        raise ConfigError(
-            f"CheckpointConfig: directory must be a path, an address, or None; not {directory!r}"
-        )
+        raise ConfigError(f"CheckpointConfig: directory is a path, an address or None, not {directory!r}")
     if not isinstance(directory, str) and _MANGLED.match(path):
         raise ConfigError(
             f"CheckpointConfig: directory={directory!r} is not an address, because a Path keeps only one of"

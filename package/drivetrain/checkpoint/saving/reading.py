@@ -70,7 +70,7 @@ class Reader:
         for group in groups or ():
             if group not in manifest.tensors:
                 raise CheckpointError(
-                    f"{self.path!r} has no group of tensors {group!r}. {nearest(group, manifest.tensors)}"
+                    f"{self.path!r} has no group {group!r}. {nearest(group, manifest.tensors)}"
                 )
         wanted = [group for group in manifest.tensors if groups is None or group in groups]
         tensors = {group: self._tensors(group, manifest.tensors[group], like) for group in wanted}
@@ -280,9 +280,7 @@ class Reader:
             )
         if hashes.tensors.keys() != spans.keys():
             name = min(hashes.tensors.keys() ^ spans.keys())
-            raise DamagedCheckpointError(
-                f"{reader.path!r}: the tensor {name!r} is in the file or has a hash, but not both"
-            )
+            raise DamagedCheckpointError(f"{reader.path!r}: {name!r} is in the file or has a hash, not both")
         return spans, pieces
 
     def object(self, name: str) -> Json:

@@ -78,9 +78,7 @@ class RunDirectory:
                     _warn_of_lost(directory, self.files, name, names)
                     return candidate, found
         if damaged:
-            raise DamagedCheckpointError(
-                f"{self.root!r} has no good checkpoint, only damaged ones: {'; '.join(damaged)}"
-            )
+            raise DamagedCheckpointError(f"{self.root!r} has only damaged checkpoints: {'; '.join(damaged)}")
         raise CheckpointError(
             f"no checkpoint found at {self.root!r}. Looked for {MANIFEST} in it, and for checkpoints in it"
             f" and in its {CHECKPOINTS!r}.{near(self.root, self.files)}"

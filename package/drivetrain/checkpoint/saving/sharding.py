@@ -91,9 +91,7 @@ def _alone(tensor: Tensor) -> Tensor:
     sharded: Any = tensor
     local: Tensor = sharded.to_local().detach()
     if local.shape != tensor.shape:
-        raise CheckpointError(
-            f"a tensor of shape {list(tensor.shape)} is sharded, but only one process saves it"
-        )
+        raise CheckpointError(f"a tensor of shape {list(tensor.shape)} is sharded, but one process saves it")
     return local
 
 
@@ -205,7 +203,5 @@ def box_to_read(name: str, shape: tuple[int, ...], pattern: Tensor | None) -> Bo
     if pattern is None:
         return (0,) * len(shape), shape
     if tuple(pattern.shape) != shape:
-        raise CheckpointError(
-            f"{name!r} has shape {list(shape)} in the checkpoint, {list(pattern.shape)} here"
-        )
+        raise CheckpointError(f"{name!r}: shape {list(shape)} in the checkpoint, {list(pattern.shape)} here")
     return local_box(pattern)

@@ -164,9 +164,7 @@ class HashedReader:
             while done < len(target):
                 count = self._source.readinto(target[done : done + CHUNK])
                 if not count:
-                    raise DamagedCheckpointError(
-                        f"{self.path!r} ends early: {len(target) - done} bytes are missing"
-                    )
+                    raise DamagedCheckpointError(f"{self.path!r} ends {len(target) - done} bytes early")
                 self._digest.update(target[done : done + count])
                 done += count
                 self.position += count
@@ -180,7 +178,7 @@ class HashedReader:
         """Return the content of a small file."""
         if self.size > MAX_JSON_BYTES:
             raise DamagedCheckpointError(
-                f"{self.path!r} has {self.size} bytes; at most {MAX_JSON_BYTES} are allowed"
+                f"{self.path!r} has {self.size} bytes, over the {MAX_JSON_BYTES} allowed"
             )
         return self.read(self.size)
 

@@ -206,9 +206,7 @@ def put_state(module: nn.Module, given: Mapping[str, Any], *, adopt_dtypes: bool
     try:
         result = module.load_state_dict({raw[name]: value for name, value in given.items()}, strict=False)
         if result.unexpected_keys:
-            raise CheckpointError(
-                f"{type(module).__name__} does not load its own {result.unexpected_keys[0]!r}"
-            )
+            raise CheckpointError(f"{type(module).__name__} does not load its {result.unexpected_keys[0]!r}")
     except BaseException:
         for tensor, data in replaced:
             tensor.data = data

@@ -45,13 +45,11 @@ def renamed(given: Mapping[str, T], rename: Rename | None, where: str) -> tuple[
             continue
         if not isinstance(new, str):
             raise ConfigError(
-                f"rename({clean!r}) returned a {type(new).__name__}; allowed are a name, and None to drop it"
+                f"rename({clean!r}) gave a {type(new).__name__}; return a name, or None to drop it"
             )
         other = origins.setdefault(clean_name(new), old)
         if other != old:
-            raise CheckpointError(
-                f"{other!r} and {old!r} of {where} both become {new!r}. Change `rename`, or let it drop one"
-            )
+            raise CheckpointError(f"{other!r} and {old!r} of {where} become {new!r}. Let `rename` drop one")
     return {new: given[old] for new, old in origins.items()}, dropped
 
 
@@ -63,7 +61,5 @@ def _replaced(name: str, replacements: Mapping[str, str | None]) -> str | None:
             elif re.search(pattern, name):
                 return None
         except (re.error, TypeError, IndexError) as error:
-            raise ConfigError(
-                f"rename has {pattern!r}: {replacement!r}, which cannot be applied: {error}"
-            ) from error
+            raise ConfigError(f"rename has {pattern!r}: {replacement!r}, which fails: {error}") from error
     return name

@@ -154,7 +154,7 @@ class _RowReader:
                 rows: Tensor = found[index] if index else self._opened.get_tensor(value.name)
             except SafetensorError as error:
                 raise DamagedCheckpointError(
-                    f"{value.path!r} has changed since load_weights compared it: {error}"
+                    f"{value.path!r} changed since load_weights read it: {error}"
                 ) from error
         self._read += (box[1][0] if index else 1) * math.prod(value.shape[1:]) * value.dtype.itemsize
         return rows

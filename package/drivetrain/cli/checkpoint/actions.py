@@ -176,9 +176,7 @@ def _check_output(parsed: argparse.Namespace) -> None:
     if parsed.format == "torch" and "://" in output:
         raise ConfigError(f"--format torch writes a local file, not {output!r}; copy it there afterwards")
     if parsed.format == "torch" and output.endswith(TENSORS):
-        raise ConfigError(
-            f"{output!r} is a name for safetensors; with --format torch, give a name such as model.pt"
-        )
+        raise ConfigError(f"{output!r} is for safetensors; for --format torch, give one such as model.pt")
     if parsed.format == "safetensors" and output.endswith(PICKLES):
         raise ConfigError(f"{output!r} is a name for a torch file; add --format torch, or use {TENSORS!r}")
     if not parsed.force:

@@ -42,9 +42,7 @@ def combined(
         raise ConfigError('combined() needs sources by name, such as {"labelled": a, "unlabelled": b}')
     names = list(sources)
     if not isinstance(samples or {}, Mapping):
-        raise ConfigError(
-            f"combined(samples=) takes numbers by source, such as {{{names[0]!r}: 7}}, not {samples!r}"
-        )
+        raise ConfigError(f"combined(samples=) takes numbers by source: {{{names[0]!r}: 7}}, not {samples!r}")
     for name in samples or {}:
         if name not in names:
             raise ConfigError(f"samples has {name!r}, which is no source. {nearest(name, names)}")

@@ -122,9 +122,7 @@ def _weight_schedule(weights: Mapping[Any, Any], names: list[str], unit: str) ->
     by_point = any(isinstance(each, Mapping) for each in weights.values())
     points = {_point(point, unit): shares for point, shares in weights.items()} if by_point else {0: weights}
     if 0 not in points or len(points) < len(weights) * by_point:
-        raise ConfigError(
-            f"weights by points begin at 0, each point once, not at {', '.join(map(str, weights))}"
-        )
+        raise ConfigError(f"weights by points begin at 0, each once, not at {', '.join(map(str, weights))}")
     return [_WeightsFrom(start, _whole(given, names)) for start, given in sorted(points.items())]
 
 
@@ -215,9 +213,7 @@ def _named(sample: Any, source: int) -> Any:
     if not isinstance(sample, Mapping):
         return sample
     if SOURCE in sample:
-        raise DataError(
-            f"mixture() adds the entry {SOURCE!r} to each sample, and a sample has one. Rename it"
-        )
+        raise DataError(f"mixture() adds an entry {SOURCE!r} to each sample, and a sample has one. Rename it")
     return {**sample, SOURCE: source}
 
 

@@ -92,9 +92,7 @@ def check_source(name: str, source: Any, kind: str) -> None:
     """
     what = f"the source {name!r} of the {kind} is a {type(source).__name__}"
     if isinstance(source, DataLoader):
-        raise DataError(
-            f"{what}. Give its dataset; Trainer(batch_size=...) and num_workers are for all sources"
-        )
+        raise DataError(f"{what}. Give its dataset; the Trainer's batch_size and num_workers are for all")
     if isinstance(source, OrderedByItself):
         raise DataError(f"{what}, whose order would be lost. Give the sources of that {source.kind} instead")
     has_samples = hasattr(source, "__getitem__") or hasattr(source, "__iter__")

@@ -68,9 +68,7 @@ def fork_ranks(function: Callable[[], T], world_size: int) -> T:
 def _check(world_size: int) -> None:
     found = detect(os.environ)
     if found is not None:
-        raise StrategyError(
-            f"this process is one of {found.world_size} already; it cannot have ranks of its own"
-        )
+        raise StrategyError(f"this process is one of {found.world_size} already; it cannot start ranks")
     instead = f"Write the program to a file and start it as a script: it then runs as {world_size} processes"
     if not hasattr(os, "fork"):
         raise StrategyError(f"{sys.platform} cannot fork a process. {instead}")

@@ -69,9 +69,7 @@ def _join(pieces: Sequence[np.ndarray[Any, Any]], padding: float | None) -> np.n
     elif not _can_hold(dtype, padding):
         reason = f"their dtype {dtype} cannot hold the padding {padding:g}"
     if reason:
-        raise DataError(
-            f"the rows of one batch have the shape {first}, those of another {other}, and {reason}"
-        )
+        raise DataError(f"the rows of one batch have shape {first}, of another {other}, and {reason}")
     rows = map(max, zip(*(each.shape[1:] for each in pieces), strict=True))
     whole = np.full((sum(map(len, pieces)), *rows), padding, dtype)
     row = 0

@@ -167,9 +167,7 @@ class EpochMetric:
             return self.function(*first, **named)
         except Exception as error:
             shapes = ", ".join(map(_described, (*first, *named.values())))
-            error.add_note(
-                f"drivetrain: raised by EpochMetric({_name(self.function)}), which was given {shapes}"
-            )
+            error.add_note(f"drivetrain: raised by EpochMetric({_name(self.function)}), given {shapes}")
             raise
 
 

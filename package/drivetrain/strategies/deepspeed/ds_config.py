@@ -169,6 +169,4 @@ def _check_honoured(given: Mapping[str, Any]) -> None:
         ("compute_grad_norm", given.get("zero_optimization", {})),
     ):
         if there.get(key) is False:
-            raise ConfigError(
-                f"DeepSpeed's configuration has {key}=false, but the engine needs it. Remove it"
-            )
+            raise ConfigError(f"DeepSpeed's configuration has {key}=false, which the engine needs. Remove it")

@@ -84,7 +84,7 @@ class FSDPConfig:
         object.__setattr__(self, "activation_checkpointing", again)
         if not are_names(self.ignored):
             raise ConfigError(
-                f"FSDPConfig(ignored=...) must be a tuple of names, such as ('head.*',), not {self.ignored!r}"
+                f"FSDPConfig(ignored=...) takes a tuple of names: ('head.*',), not {self.ignored!r}"
             )
         if self.expert_parallel and self.sharding == "no_shard":
             raise ConfigError("expert_parallel divides experts among processes; sharding='no_shard' does not")

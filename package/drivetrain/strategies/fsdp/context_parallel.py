@@ -74,9 +74,7 @@ class ContextParallel:
                 " attention_modules=('blocks.*.attention',)); or leave context_parallel at 1"
             )
         if is_sum(assigned_loss(task)):
-            raise ConfigError(
-                f"{self._kind}.loss is a sum, and context_parallel needs a mean: reduction='mean'"
-            )
+            raise ConfigError(f"{self._kind}.loss is a sum; context parallel needs a mean: reduction='mean'")
         self._columns, self._lengths, self._group = info.sequence_columns, set[int](), group
         self._size, self._rank = group.size(), group.rank()
         self._weight = measure_of(task).weight

@@ -114,9 +114,7 @@ class FSDP(Strategy):
                 "tensor_parallel splits modules first, and FSDPConfig has its own option: give"
                 " FSDPConfig(activation_checkpointing=...)"
             )
-        traced = (
-            "expert_parallel exchanges as many tokens as a step happens to have, which torch cannot trace"
-        )
+        traced = "expert_parallel exchanges as many tokens as a step has, which torch cannot trace"
         self.refusals = {"recomputation": recomputation, "compile": traced * self.config.expert_parallel}
         if parts > 1:
             self.refusals = {**self.refusals, "outputs": SCALARS_ONLY}

@@ -343,8 +343,6 @@ def _check_warmup(config: OptimizerConfig) -> None:
                 " rate. Give lr, or leave them out"
             )
     if config.warmup_power != 1 and not warms_up:
-        raise ConfigError(
-            f"warmup_power={config.warmup_power:g} without a warm-up: give warmup_steps or warmup_ratio"
-        )
+        raise ConfigError(f"warmup_power={config.warmup_power:g} needs warmup_steps or warmup_ratio")
     if config.warmup_power != 1 and config.schedule == "reduce_on_plateau":
         raise ConfigError("the schedule 'reduce_on_plateau' has a linear warm-up: leave warmup_power at 1")

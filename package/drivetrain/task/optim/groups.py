@@ -51,9 +51,7 @@ class ParameterGroup:
         **options: Any,
     ) -> None:
         if not pattern or not isinstance(pattern, str):
-            raise ConfigError(
-                f"the pattern of a parameter group must be a glob such as 'head.*', not {pattern!r}"
-            )
+            raise ConfigError(f"the pattern of a ParameterGroup is a glob such as 'head.*', not {pattern!r}")
         of = f"of the parameter group {pattern!r}"
         if lr is not None and lr_scale is not None:
             raise ConfigError(f"lr and lr_scale {of} exclude one another: give one of them")
@@ -144,9 +142,7 @@ def select_parameters(
 def _require_match(argument: str, pattern: str, candidates: Sequence[NamedParameter]) -> None:
     if not any(each.matches((pattern,)) for each in candidates):
         known = [name for each in candidates for name in each.names]
-        raise ConfigError(
-            f"the pattern {pattern!r} in {argument} matches no parameter. {nearest(pattern, known)}"
-        )
+        raise ConfigError(f"{pattern!r} in {argument} matches no parameter. {nearest(pattern, known)}")
 
 
 def norm_parameters(module: nn.Module) -> frozenset[nn.Parameter]:

@@ -61,9 +61,7 @@ class CombinedOptimizer(Optimizer):
             ConfigError: The optimizer is built: the group does not say which part should train it.
         """
         if self.parts:
-            raise ConfigError(
-                "a combined optimizer takes no further group: add it to a part, then combine again"
-            )
+            raise ConfigError("a combined optimizer takes no further group: add it to a part, and combine")
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

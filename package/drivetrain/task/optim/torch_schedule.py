@@ -67,9 +67,7 @@ class TorchSchedule:
             every = steps_or_epochs("TorchSchedule(every=)", self.every)
             object.__setattr__(self, "every", every)  # the class is frozen
         if self.metric is not None and not (isinstance(self.metric, str) and self.metric):
-            raise ConfigError(
-                f"TorchSchedule(metric={self.metric!r}) takes a value's name, such as 'validation/loss'"
-            )
+            raise ConfigError(f"TorchSchedule(metric={self.metric!r}) takes a name such as 'validation/loss'")
         flag("TorchSchedule(required=)", self.required)
         one_of("TorchSchedule(mode=)", self.mode, MODES)
         kind = self.scheduler if isinstance(self.scheduler, type) else type(self.scheduler)

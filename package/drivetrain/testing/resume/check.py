@@ -192,9 +192,7 @@ def _check(start: _Start, check: Check) -> Report:
         killed = _run_and_kill(start, replace(recording, kind=KILLED, save_after=save_after, steps=made))
         resumed = _run_to_end(start, replace(recording, kind=RESUMED, save_after=save_after))
         if resumed[0].base == uninterrupted[0].base:
-            raise ProgramError(
-                "the resumed run found no checkpoint of the killed run and started from the beginning"
-            )
+            raise ProgramError("the resumed run found no checkpoint of the killed run and started over")
         return compare(uninterrupted, killed, resumed, check.ignore)
 
 

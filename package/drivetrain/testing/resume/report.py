@@ -187,9 +187,7 @@ def _check_patterns(ignore: Iterable[str], names: set[str]) -> None:
     for pattern in ignore:
         if not any(_matches(each, [pattern]) for each in names):
             close = ", ".join(map(repr, difflib.get_close_matches(pattern, names, n=5, cutoff=0.0)))
-            raise ConfigError(
-                f"nothing that is compared has a name like ignore={pattern!r}; the nearest names are {close}"
-            )
+            raise ConfigError(f"nothing compared has a name like ignore={pattern!r}; the nearest are {close}")
 
 
 def _differences(
