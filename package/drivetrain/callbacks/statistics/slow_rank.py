@@ -80,7 +80,7 @@ class SlowRank(Callback):
                 self._begun = _now(self._on_gpu)
 
             def end(*_: Any) -> None:
-                if module.training and self._met is not None:
+                if run.task.training and self._met is not None:
                     self._spans.append((1, self._begun, _now(self._on_gpu)))
 
             self._handles = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
