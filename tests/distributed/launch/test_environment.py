@@ -1,5 +1,6 @@
 """Which launcher started a process, told from its environment alone."""
 
+import zlib
 from dataclasses import replace
 
 from tests.support.refusals import assert_refused
@@ -17,32 +18,32 @@ TORCHRUN = environment(NAMES, 3, 4, 1, 2, "node0", 29500)
 SLURM = environment(
     "SLURM_JOB_ID SLURM_STEP_ID SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_STEP_NUM_NODES SLURM_LOCALID"
     " SLURM_STEP_NODELIST",
-    *(4711, 0, 5, 8, 2, 1, "gpu[07-08]"),
+    *(4711, 2, 5, 7, 2, 1, "gpu[07-08]"),
 )
 OPENMPI = environment(
     "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE"
     " MASTER_ADDR MASTER_PORT",
     *(2, 3, 2, 3, "10.0.0.1", 1234),
 )
-MPICH = environment("PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS", 1, 2, 1, 2)
-MVAPICH = {key.replace("OMPI_COMM", "MV2_COMM"): value for key, value in OPENMPI.items()}
+MPICH = environment("PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS PMI_PORT", 1, 2, 1, 2, "a")
+MVAPICH = environment(" ".join(OPENMPI).replace("OMPI", "MV2").partition(" MASTER")[0], 2, 3, 0, 2)
 
 
 def test_a_launcher_is_known_by_its_variables() -> None:
     for variables, launcher, *fields in (
         (TORCHRUN, "torchrun", 3, 4, 1, 2, "node0", 29500),
         ({"RANK": "0", "WORLD_SIZE": "1"}, "torchrun", 0, 1, 0, 1),
-        (SLURM, "slurm", 5, 8, 1, 4, "gpu07", 15_000 + (4711 * 31) % 15_000),
-        ({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "5"}, "slurm", 5, 8, 1, 4, "a", 5),
+        (SLURM, "slurm", 5, 7, 1, 4, "gpu07", 15_000 + (4711 * 31 + 2) % 15_000),
+        ({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "5"}, "slurm", 5, 7, 1, 4, "a", 5),
         ({**SLURM, **TORCHRUN}, "torchrun", 3, 4, 1, 2, "node0", 29500),
         (OPENMPI, "openmpi", 2, 3, 2, 3, "10.0.0.1", 1234),
-        (MPICH, "mpich", 1, 2, 1, 2, "127.0.0.1", 15_000),
-        (MVAPICH, "mvapich", 2, 3, 2, 3, "10.0.0.1", 1234),
+        (MPICH, "mpich", 1, 2, 1, 2, "127.0.0.1", 15_000 + zlib.crc32(b"a") % 15_000),
+        (MVAPICH, "mvapich", 2, 3, 0, 2),
     ):
         found = detect(variables)
         expected = ProcessEnvironment(launcher, *fields)  # type: ignore[arg-type]
-        assert found == replace(expected, one_machine=launcher in ("openmpi", "mpich", "mvapich"))
-    assert [getattr(detect(each), "num_nodes", None) for each in (TORCHRUN, OPENMPI)] == [2, 1]
+        assert found == replace(expected, one_machine=launcher in ("openmpi", "mpich"))
+    assert [getattr(detect(each), "num_nodes", None) for each in (SLURM, OPENMPI)] == [2, 1]
 
 
 def test_a_process_alone_has_no_launcher() -> None:
@@ -64,7 +65,8 @@ def test_refusals() -> None:
         "a rank too many": ({**TORCHRUN, "RANK": "4"}, "rank 4 of 4", "Unset"),
         "a local rank too many": ({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 of 2"),
         "a word": ({**TORCHRUN, "RANK": "one"}, "RANK='one'", "not a number"),
-        "a port that is a word": ({**TORCHRUN, "MASTER_PORT": "abc"}, "MASTER_PORT='abc'"),
+        "a local rank over the rank": ({**TORCHRUN, "RANK": "0"}, "rank 0 of 4, local rank 1 of 2"),
+        "a port that is too high": ({**TORCHRUN, "MASTER_PORT": "65536"}, "MASTER_PORT=65536"),
         "a port that nobody knows": ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT=0", "Set it to"),
         "half of Slurm": ({k: v for k, v in SLURM.items() if k != "SLURM_LOCALID"}, "SLURM_LOCALID"),
     }
