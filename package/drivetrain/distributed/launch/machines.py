@@ -18,6 +18,7 @@ from typing import Any
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -39,12 +40,16 @@ from drivetrain.distributed.launch.children import say
 from drivetrain.distributed.launch.meeting import STORE, Meeting, Patience, join_timeout, loopback_store
 from drivetrain.distributed.secret import SECRET, new_secret, secret
 from drivetrain.distributed.sockets import closing_sockets_in_forks
+from drivetrain.distributed.threads import within
 
 _SIGNATURE = 32
 """Bytes of a signature."""
 
 _FAILED = "drivetrain/failed"
 """A key in the store: the first failure of an attempt."""
+
+_ANSWERS = 65.0
+"""Seconds that the machine at `--rendezvous` may take to answer: torch itself tries for 60 s to connect."""
 
 _HEARD = 2.0
 """Seconds after which the other machines know of a failure, because they look once a second."""
@@ -172,8 +177,13 @@ class _Numbered(RendezvousHandler):
 def _elastic(parameters: RendezvousParameters, machines: Machines) -> RendezvousHandler:
     host = parameters.endpoint.rpartition(":")[0].strip("[]") or parameters.endpoint
     check_resolves(host, "--rendezvous")
+    made: list[Any] = []
     with closing_sockets_in_forks(keeps_alive=True):
-        backend, store = create_backend(parameters)
+        # torch has no limit for the first answer of a port that takes connections.
+        within(_ANSWERS, lambda: made.extend(create_backend(parameters)), "drivetrain-connect")
+    if not made:
+        raise RendezvousConnectionError
+    backend, store = made
     key = hmac.digest(secret(), f"machines of {parameters.run_id}".encode(), "sha256")
     handler: _Elastic = _Elastic.from_backend(
         parameters.run_id,

@@ -122,7 +122,7 @@ def _failure(error: BaseException, logs: Path, endpoint: str) -> dict[str, Any]:
             f" them in that time, or set {LIMIT} to more seconds"
         )
     elif isinstance(error, RendezvousConnectionError):
-        text = f"the launcher at {endpoint} has ended, or cannot be reached"
+        text = f"no launcher answers at {endpoint}: it has ended, cannot be reached, or the port is another's"
     elif isinstance(error, (DrivetrainError, RendezvousStateError)):
         text = str(error)
     closed = isinstance(error, RendezvousClosedError)
