@@ -166,11 +166,12 @@ def test_a_missing_process_is_named_and_waited_for_until_a_limit(monkeypatch: py
     monkeypatch.setattr(meeting, "REPEAT", 0.01)
     monkeypatch.setenv(meeting.LIMIT, "0.5")
     store, told = HashStore(), list[str]()
-    first = Meeting(0, 3, "first", 7, each="machine", say=told.append)
+    first = Meeting(0, 3, "first", 7, asked_by="ITS_SIZE", each="machine", say=told.append)
     second = threading.Thread(target=Meeting(2, 3, "first", 7, say=told.append).wait, args=(store, int, 60))
     second.start()
     last = _refused(lambda: first.wait(store))
     assert "for machine 1 of 3 to connect to first:7. MASTER_ADDR must be an address of machine 0's" in last
+    assert "unset ITS_SIZE. Start" in last
     assert "set DRIVETRAIN_JOIN_TIMEOUT" in last
     assert sum("machine 1 of 3" in each for each in told) > 1
     store.set("drivetrain/here/1", "")

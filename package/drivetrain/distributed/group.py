@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import DebugLevel, HashStore, PrefixStore, get_d
 from drivetrain.core.errors import RankFailure, StrategyError
 from drivetrain.distributed.interfaces import GLOO
 from drivetrain.distributed.launch.children import ending, siblings, started
-from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
+from drivetrain.distributed.launch.environment import SIZES, ProcessEnvironment, detect
 from drivetrain.distributed.launch.meeting import HOSTED, Meeting
 from drivetrain.distributed.launch.rendezvous import gather, note_end
 from drivetrain.distributed.processes import has_fake_ranks
@@ -143,6 +143,7 @@ def _meet(environment: ProcessEnvironment, own: torch.device, timeout: timedelta
         size,
         environment.address,
         environment.port,
+        asked_by=SIZES[environment.launcher],
         one_machine=environment.one_machine,
         is_hosted=os.environ.get(HOSTED) == str(True),
         says=environment.local_rank == 0,

@@ -25,6 +25,9 @@ _MPI = {
 }
 """The variables of MPI's launchers: a process's number, how many there are, and both on this machine."""
 
+SIZES = {"torchrun": "WORLD_SIZE", "slurm": "SLURM_STEP_NUM_TASKS"} | {each: _MPI[each][1] for each in _MPI}
+"""Each launcher's variable with the number of processes."""
+
 _JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT")
 """Variables that differ between MPI jobs, but not within one."""
 

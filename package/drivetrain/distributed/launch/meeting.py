@@ -119,6 +119,7 @@ class Meeting:
 
     Attributes:
         variable: The option or variable that has the address, for messages.
+        asked_by: The variable that has the size; "" for an option.
         each: What a process is called, such as "rank".
         is_hosted: Whether another process, such as torch's agent, has the store.
         says: Whether this process says whom it waits for.
@@ -129,6 +130,7 @@ class Meeting:
     address: str
     port: int
     variable: str = "MASTER_ADDR"
+    asked_by: str = ""
     each: str = "rank"
     one_machine: bool = False
     is_hosted: bool = False
@@ -218,7 +220,10 @@ class Meeting:
     def _advice(self) -> str:
         if self._is_private():
             return ""
-        return f" {self.variable} must be an address of {self.each} 0's machine that all others can reach."
+        # A program that a rank of an MPI job has started has inherited its variables.
+        alone = f" If this process is to train alone, unset {self.asked_by}." if self.asked_by else ""
+        reached = f"must be an address of {self.each} 0's machine that all others can reach"
+        return f" {self.variable} {reached}.{alone}"
 
     def _is_private(self) -> bool:
         """Return whether the processes meet in a file."""
