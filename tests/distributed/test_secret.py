@@ -89,19 +89,25 @@ def test_the_store_of_one_machine_listens_on_its_loopback_alone() -> None:
     del store
 
 
-def test_a_port_that_takes_connections_and_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("one_machine", [True, False])
+def test_a_port_that_takes_connections_and_does_not_answer_is_named(
+    monkeypatch: pytest.MonkeyPatch, one_machine: bool
+) -> None:
     monkeypatch.setattr(meeting, "_ANSWERS", timedelta(seconds=0.1))
     monkeypatch.delenv(meeting.STORE, raising=False)
-    for name in (interfaces.GLOO, "NCCL_SOCKET_IFNAME"):
+    for name in (interfaces.GLOO, "NCCL_SOCKET_IFNAME", interfaces.LAZY):
         monkeypatch.setenv(name, "lo")
+    monkeypatch.delenv(interfaces.LAZY)
     before = {*threading.enumerate()}
     with socket.create_server(("127.0.0.1", 0)) as line:
         port = line.getsockname()[1]
-        one = Meeting(1, 2, "127.0.0.1", port, one_machine=True)
+        one = Meeting(1, 2, "127.0.0.1", port, one_machine=one_machine)
         told = _refused(lambda: one.store(timedelta(minutes=1)))
     for each in {*threading.enumerate()} - before:
         each.join(300)  # the closed port ends it
     assert f"127.0.0.1:{port} is no store of torch's: it takes connections and does not answer" in told
+    # On one machine all connections are opened at the start, and checked.
+    assert os.environ.get(interfaces.LAZY) == (None if one_machine else "1")
 
 
 @needs_gloo

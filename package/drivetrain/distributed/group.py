@@ -161,6 +161,8 @@ def _meet(environment: ProcessEnvironment, own: torch.device, timeout: timedelta
         timeout=_CUDA_LIMIT if timeout is None and own.type == "cuda" else timeout,
         device_id=own if own.type == "cuda" else None,
     )
+    if not environment.one_machine:  # gloo connects in the first exchange
+        distributed.all_reduce(torch.zeros(1))
 
 
 def _check_started() -> None:

@@ -16,6 +16,9 @@ from drivetrain.core.errors import StrategyError
 GLOO = "GLOO_SOCKET_IFNAME"
 """The variable that tells gloo which interface to listen on."""
 
+LAZY = "TORCH_GLOO_LAZY_INIT"
+"""The variable that lets gloo connect two ranks when they first exchange something, not each to all."""
+
 _ADDRESS_OF_INTERFACE = 0x8915
 """The call SIOCGIFADDR; see netdevice(7)."""
 

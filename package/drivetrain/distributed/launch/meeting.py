@@ -24,6 +24,7 @@ from drivetrain.core.messages import logger
 from drivetrain.distributed.failure.heartbeat import is_gone
 from drivetrain.distributed.interfaces import (
     GLOO,
+    LAZY,
     check_resolves,
     interface_of,
     listen,
@@ -237,6 +238,7 @@ class Meeting:
         if self.one_machine:
             os.environ.update(loopback_variables())
             return
+        os.environ.setdefault(LAZY, "1")
         own = own_address(self.address)
         name = None if own is None else interface_of(own)
         if name is not None:
