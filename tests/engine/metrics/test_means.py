@@ -14,6 +14,7 @@ from tests.support.tasks import quiet, variant
 
 from drivetrain import ConfigError, LambdaCallback, NonFiniteError, StepOutput
 from drivetrain.checkpoint import pack, unpack
+from drivetrain.distributed.ranks import Ranks
 from drivetrain.engine.metrics.means import FOLD, MetricBuffer, is_loss, refuse_nonfinite
 from drivetrain.task.output import read_output
 
@@ -180,12 +181,15 @@ def test_means_on_ranks_are_over_the_samples_of_all() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("at", [0, FOLD + 7])
-def test_a_loss_that_is_not_finite_is_an_error_that_names_its_first_step(bad: float, at: int) -> None:
-    buffer = MetricBuffer()
+@pytest.mark.parametrize(("at", "copies", "where"), [(0, 1, "rank 0"), (FOLD + 7, 2, "ranks 0 to 1")])
+def test_a_loss_that_is_not_finite_is_an_error_that_names_its_first_step(
+    bad: float, at: int, copies: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ranks, "all_gather", lambda _, value: [value])
+    buffer = MetricBuffer(Ranks(copies=copies))  # ranks that have the same samples
     for step in range(2 * FOLD):
         add(buffer, 1000 + step, {"loss": bad if step >= at else 1.0, "accuracy": 0.5})
-    message = rf"NaN or infinite at step {1000 + at} on rank 0: 'loss' \(from step {1000 + at}\)\."
+    message = rf"NaN or infinite at step {1000 + at} on {where}: 'loss' \(from step {1000 + at}\)\."
     for look in (buffer.means, buffer.check):
         with pytest.raises(NonFiniteError, match=message):
             look()

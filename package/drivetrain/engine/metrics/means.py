@@ -115,7 +115,7 @@ class MetricBuffer:
         self._fold()
         totals = self._joined(_read_totals([*self._folded.items()]), beside)
         if refuse_nonfinite:
-            _refuse_bad(totals)
+            _refuse_bad(totals, self._ranks.copies)
         return {name: each.mean for name, each in totals.items()}
 
     def _joined(self, totals: dict[str, Total], beside: dict[str, float] | None = None) -> dict[str, Total]:
@@ -165,7 +165,8 @@ class MetricBuffer:
         """
         groups = self._by_names().items()
         pending = [(names, _sums(names, rows, steps)) for names, (rows, steps) in groups]
-        _refuse_bad(self._joined(_read_totals([*pending, *self._folded.items()])))
+        totals = self._joined(_read_totals([*pending, *self._folded.items()]))
+        _refuse_bad(totals, self._ranks.copies)
 
     def reset(self) -> None:
         self._pending = []
@@ -281,18 +282,19 @@ def _read_totals(summed: Sequence[tuple[tuple[str, ...], Tensor]]) -> dict[str, 
     return totals
 
 
-def _refuse_bad(totals: Mapping[str, Total]) -> None:
+def _refuse_bad(totals: Mapping[str, Total], copies: int) -> None:
     bad = {name: each for name, each in totals.items() if each.bad < _NEVER}
     if any(is_loss(name) for name in bad):
         rank = min((each.bad, each.rank) for each in bad.values())[1]
-        raise _nonfinite({name: each.bad for name, each in bad.items()}, rank)
+        raise _nonfinite({name: each.bad for name, each in bad.items()}, rank, copies)
 
 
-def _nonfinite(bad: Mapping[str, int], rank: int) -> NonFiniteError:
+def _nonfinite(bad: Mapping[str, int], rank: int, copies: int = 1) -> NonFiniteError:
     first = min(bad.values())
+    where = f"rank {rank}" if copies == 1 else f"ranks {rank} to {rank + copies - 1}"
     names = ", ".join(f"{name!r} (from step {step})" for name, step in sorted(bad.items()))
     return NonFiniteError(
-        f"NaN or infinite at step {first} on rank {rank}: {names}",
+        f"NaN or infinite at step {first} on {where}: {names}",
         "The weights from that step on are not usable; resume from a checkpoint before it. Usual causes:"
         " too high a learning rate, no gradient clipping (max_grad_norm), 16-bit overflow, a division by zero"
         " or a logarithm of zero in the loss",
