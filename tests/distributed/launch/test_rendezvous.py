@@ -3,6 +3,7 @@
 import re
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from tests.distributed.running import run_all
 from tests.support.messages import warned
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.rendezvous import api
 
 from drivetrain.core.errors import StrategyError
 from drivetrain.distributed import group
-from drivetrain.distributed.launch import meeting, rendezvous
+from drivetrain.distributed.launch import meeting, rendezvous, torchrun
 from drivetrain.distributed.launch.meeting import Meeting
 
 ADVICE = "and this run needs all ranks. Call fit, validate, test and predict on all ranks, not under `if rank"
@@ -83,3 +85,8 @@ def test_a_rank_that_is_late_is_waited_for_and_named(monkeypatch: pytest.MonkeyP
         rendezvous.gather(1, 2)
         early.join()
     assert len(told) == 1
+
+
+def test_a_meeting_that_ends_while_a_machine_joins_is_one_to_try_again(tmp_path: Path) -> None:
+    for kind, again in ((api.RendezvousConnectionError, True), (api.RendezvousTimeoutError, False)):
+        assert torchrun._failure(kind(), tmp_path, "first-host:29400")["closed"] is again

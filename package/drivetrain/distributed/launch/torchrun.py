@@ -125,7 +125,7 @@ def _failure(error: BaseException, logs: Path, endpoint: str) -> dict[str, Any]:
         text = f"no launcher answers at {endpoint}: it has ended, cannot be reached, or the port is another's"
     elif isinstance(error, (DrivetrainError, RendezvousStateError)):
         text = str(error)
-    closed = isinstance(error, RendezvousClosedError)
+    closed = isinstance(error, (RendezvousClosedError, RendezvousConnectionError))  # the last meeting ends
     began = any(logs.glob("*/attempt_*"))  # the folders of the ranks' output
     return {"rank": -1, "code": 1, "text": text, "closed": closed, "began": began}
 
