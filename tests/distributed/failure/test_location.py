@@ -1,5 +1,9 @@
 """A run's location is read from its stack frames: the hook, or the part of the step."""
 
+import gc
+import linecache
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,7 @@ from tests.support.tasks import Regression, pairs, quiet
 from torch import nn
 
 from drivetrain import Callback
-from drivetrain.distributed.failure.location import error_location
+from drivetrain.distributed.failure.location import error_location, thread_location
 
 
 def fail(*_: Any, **options: Any) -> Any:
@@ -71,3 +75,20 @@ def test_an_error_is_placed(tmp_path: Path) -> None:
     with pytest.raises(TypeError) as other:
         nn.Linear(1, 1)(None)
     assert error_location(other.value) == ""
+
+
+def test_no_garbage_is_collected_while_frames_are_read() -> None:  # CPython 3.11 could crash
+    lines: list[str] = []
+
+    def note(*_: Any) -> None:
+        frame = sys._getframe(1)
+        lines.append(linecache.getline(frame.f_code.co_filename, frame.f_lineno))
+
+    before = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(1, 10**6)
+    thread_location(threading.get_ident())
+    gc.set_threshold(*before)
+    gc.callbacks.remove(note)
+    assert lines
+    assert not [each for each in lines if "f_back" in each]

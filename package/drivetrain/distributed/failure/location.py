@@ -1,19 +1,18 @@
 """The location of a thread of a run, in a few words, read from its stack frames.
 
-CPython 3.11 may crash when one thread reads the frames of another that is running. So frames are read only
-after a run has shown no progress for long, or has failed.
+They are read only after a run has shown no progress for long, or has failed.
 """
 
 from __future__ import annotations
 
 import bdb
+import gc
 import inspect
 import os
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from types import CodeType, FrameType
@@ -65,24 +64,24 @@ def thread_location(thread: int) -> str:
 
     Empty if the thread is in no named function.
     """
-    return _innermost([each.f_code for each in _outward(_frames().get(thread))])
+    return _innermost(each.f_code for each in _stacks().get(thread, ()))
 
 
 def phase_of_thread(thread: int) -> tuple[Phase, str]:
     """Return a thread's phase and, if it waits, the collective, such as "barrier (train.py:12)"."""
-    threads = _frames()
-    stack = _outward(threads.get(thread))
+    stacks = _stacks()
+    stack = stacks.get(thread, [])
     awaited = {named_locations.waits[each.f_code] for each in stack if each.f_code in named_locations.waits}
     if awaited:
         others = (each.ident for each in threading.enumerate() if each.name in awaited)
-        stack = next((_outward(threads.get(each)) for each in others if each in threads), stack)
+        stack = next((stacks[each] for each in others if each in stacks), stack)
     if stack and is_collective(stack[0]):
         return Phase.WAITS, _collective(stack)
     opaque = (*named_locations.opaque, _XLA, *_DEBUGGERS)
     if any(each.f_code.co_filename.startswith(opaque) for each in stack):
         return Phase.OPAQUE, ""
     # On a GPU, torch compiles the backward in a thread of its own.
-    every = (each.f_code for innermost in threads.values() for each in _outward(innermost))
+    every = (each.f_code for found in stacks.values() for each in found)
     compiles = any((code.co_filename, code.co_name) in _COMPILERS for code in every)
     return (Phase.OPAQUE if compiles else Phase.WORKS), ""
 
@@ -99,19 +98,25 @@ def _collective(stack: list[FrameType]) -> str:
     return name or "a collective"
 
 
-def _frames() -> dict[int, FrameType]:
-    """Return the threads' frames at the start of a turn of the interpreter, which lasts some 5 ms."""
-    time.sleep(0)
-    return sys._current_frames()
+def _stacks() -> dict[int, list[FrameType]]:
+    """Return the frames of each thread, innermost first.
+
+    CPython 3.11 may collect garbage while it makes the object of a frame. If a finalizer then lets the
+    frame's thread run, the frame is gone: a segmentation fault.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return {thread: list(_outward(innermost)) for thread, innermost in sys._current_frames().items()}
+    finally:
+        if collects:
+            gc.enable()
 
 
-def _outward(frame: FrameType | None) -> list[FrameType]:
-    """Return a frame and its callers, read at once: a thread that runs meanwhile frees its frames."""
-    stack = []
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
-        stack.append(frame)
+        yield frame
         frame = frame.f_back
-    return stack
 
 
 def users_line(error: BaseException) -> str:
