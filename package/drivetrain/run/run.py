@@ -21,7 +21,7 @@ from drivetrain.core.random_streams import load_host_state, preserved, shielded
 from drivetrain.core.synonyms import Elsewhere, missing
 from drivetrain.core.types import Batch, CheckpointLogger, Logger
 from drivetrain.data import Feed
-from drivetrain.distributed.failure.named_locations import named_location
+from drivetrain.distributed.failure.named_locations import calls_hooks, named_location
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.metrics.declared import DeclaredMetrics, joined
 from drivetrain.engine.updater import check_trained
@@ -381,6 +381,7 @@ class Run(RunState):
         """Return the declared metrics of an evaluation set; None if there are none."""
         return self.evaluation_metrics.get(loader, self.evaluation_metrics.get(None)) or None
 
+    @calls_hooks
     def call(self, hooks: Iterable[Any]) -> None:
         """Call hooks in order."""
         for hook in hooks:

@@ -131,6 +131,9 @@ def test_a_wait_for_a_save_or_a_removal_has_longer(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(filesystem.shutil, "rmtree", slowly)
     policy = CheckpointConfig(every="2 steps", keep_last=1, by=None, asynchronous=True)
-    quiet(max_steps=4, run_dir=tmp_path, checkpoint=policy).fit(Regression(), pairs())
+    hooked: list[Any] = []
+    hook = LambdaCallback(on_checkpoint_saved=lambda _: hooked.append(seen(lambda: phase_of_thread(main)[0])))
+    quiet(max_steps=4, run_dir=tmp_path, checkpoint=policy, callbacks=[hook]).fit(Regression(), pairs())
     assert len(found) > 1
     assert all(found)
+    assert set(hooked) == {Phase.WORKS}

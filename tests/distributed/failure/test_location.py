@@ -45,15 +45,11 @@ class Hooked(Callback):
     def __init__(self, hook: str) -> None:
         self._hook = hook
 
-    def on_evaluation_end(self, run: Any) -> None:
-        self._act("evaluation end")
+    def on_evaluation_end(self, run: Any) -> Any:
+        return self._hook == "evaluation end" and fail()
 
-    def on_checkpoint_saved(self, run: Any) -> None:
-        self._act("saved")
-
-    def _act(self, hook: str) -> None:
-        if self._hook == hook:
-            fail()
+    def on_checkpoint_saved(self, run: Any) -> Any:
+        return self._hook == "saved" and fail()
 
 
 def test_an_error_is_placed(tmp_path: Path) -> None:

@@ -78,8 +78,11 @@ def phase_of_thread(thread: int) -> tuple[Phase, str]:
     if stack and is_collective(stack[0]):
         return Phase.WAITS, _collective(stack)
     opaque = (*named_locations.opaque, _XLA, *_DEBUGGERS)
-    if any(each.f_code.co_filename.startswith(opaque) for each in stack):
-        return Phase.OPAQUE, ""
+    for each in stack:
+        if each.f_code.co_filename.startswith(opaque):
+            return Phase.OPAQUE, ""
+        if each.f_code in named_locations.callers:
+            break
     # On a GPU, torch compiles the backward in a thread of its own.
     every = (each.f_code for found in stacks.values() for each in found)
     compiles = any((code.co_filename, code.co_name) in _COMPILERS for code in every)

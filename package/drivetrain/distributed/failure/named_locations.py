@@ -18,6 +18,9 @@ waits: dict[CodeType, str] = {}
 hooks: set[str] = set()
 """Names of callbacks' hooks."""
 
+callers: set[CodeType] = set()
+"""Functions that call hooks, by their code."""
+
 opaque: list[str] = []
 """Files, and folders with a separator at the end, whose code shows no progress until it is done."""
 
@@ -30,6 +33,12 @@ def named_location(words: str) -> Callable[[F], F]:
 def waits_for_thread(name: str) -> Callable[[F], F]:
     """Decorate a function that waits for a thread, by the thread's name; that thread is then looked at."""
     return lambda function: _mark(waits, function, name)
+
+
+def calls_hooks(function: F) -> F:
+    """Decorate a function that calls hooks; a hook that a save calls is no part of the save."""
+    callers.add(function.__code__)
+    return function
 
 
 def register_hooks(found: Iterable[str]) -> None:
