@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.core.errors import StrategyError
@@ -56,6 +57,25 @@ def check_values(task: nn.Module, name: str, meta: bool = False) -> None:
             f"this {type(task).__name__} has only a shard of {shard!r}, left by an earlier run that failed or"
             f" had gather_at_end=False. Make it anew: {type(task).__name__}.from_checkpoint(path)"
         )
+
+
+def check_replaced(task: nn.Module, before: Collection[int], name: str) -> None:
+    """Check that no list, dict or other plain attribute of a module holds one of the replaced parameters.
+
+    Args:
+        before: The ids of the parameters before they were replaced.
+    """
+    now = {id(each) for each in task.parameters()}
+    for path, module in task.named_modules():
+        for attribute, value in vars(module).items():
+            for each in tree_leaves(value):
+                if isinstance(each, nn.Parameter) and id(each) in before and id(each) not in now:
+                    raise StrategyError(
+                        f"{'.'.join(filter(None, (path, attribute)))!r} of {type(task).__name__} is a"
+                        f" {type(value).__name__} with a parameter. {name!r} replaces the parameters of"
+                        " modules, and would not train this one: use an nn.ParameterList or"
+                        " nn.ParameterDict, or reach the parameter by the attribute of its module"
+                    )
 
 
 def check_gathering(task: nn.Module, memory: int | None = None, processes: int | None = None) -> None:

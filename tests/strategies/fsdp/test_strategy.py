@@ -292,18 +292,20 @@ def test_optimizers_that_torch_cannot_step_on_shards_are_refused_by_name() -> No
     on_two_ranks(refused)
 
 
-def test_a_block_with_trained_parameters_of_two_dtypes_is_refused_by_name() -> None:
+def test_a_task_that_cannot_be_sharded_is_refused_by_name() -> None:
     def refused() -> None:
-        task = Regression()
-        task.extra = nn.Parameter(torch.ones(4, dtype=torch.complex64))
-        strategy = fsdp(2)
-        strategy.setup()
-        try:
-            with pytest.raises(
-                StrategyError, match=r"complex64 \('extra'\) and float32 \('line.weight'\).*ignored="
-            ):
-                strategy.prepare(StepModule(task), None, as_precision("32"))
-        finally:
-            strategy.teardown()
+        dtypes, listed = Regression(), Regression()
+        dtypes.extra = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        listed.line.held = {"weights": [listed.line.weight]}  # type: ignore[assignment]
+        listed.recurrent = nn.LSTM(1, 4)  # torch keeps its list of weights current
+        both = r"complex64 \('extra'\) and float32 \('line.weight'\).*ignored="
+        for task, match in ((dtypes, both), (listed, r"'line.held' of Regression is a dict .*ParameterList")):
+            strategy = fsdp(2)
+            strategy.setup()
+            try:
+                with pytest.raises(StrategyError, match=match):
+                    strategy.prepare(StepModule(task), None, as_precision("32"))
+            finally:
+                strategy.teardown()
 
     on_two_ranks(refused)

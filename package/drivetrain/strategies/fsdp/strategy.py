@@ -30,7 +30,13 @@ from drivetrain.strategies.base import (
     has_bfloat16,
     has_collectives,
 )
-from drivetrain.strategies.checks import check_dimensions, check_dtypes, check_gathering, check_values
+from drivetrain.strategies.checks import (
+    check_dimensions,
+    check_dtypes,
+    check_gathering,
+    check_replaced,
+    check_values,
+)
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.fsdp.context_parallel import SCALARS_ONLY, ContextParallel, context_group
 from drivetrain.strategies.fsdp.memory import sharded_memory
@@ -203,7 +209,7 @@ class FSDP(Strategy):
         task = module.task
         if make_optimizers is not None:
             refuse_sparse(task, self.name, "torch has no sparse gradients of shards")
-        before = OriginalModules(module)
+        before, parameters = OriginalModules(module), {id(each) for each in task.parameters()}
         check_alike(module, task, self.ranks)
         deferred = deferred_weights(task)
         values = Materialization(module) if deferred is None and on_meta(module) else None
@@ -222,6 +228,7 @@ class FSDP(Strategy):
         self._scale = LossScale(self.device, agree) if precision.loss_scaling else None
         with _disable_current_modes():  # torch reads its meshes, and a plan's tensors have no values
             self._shard(module, precision, values, whole, plan)
+        check_replaced(task, parameters, self.name)
         of_shards = torch.device("cpu") if self.config.cpu_offload else self.device
         read_stored(module, task, self.device, of_shards)
         self._kept, self._has_run = parameters_named(task, whole), False
