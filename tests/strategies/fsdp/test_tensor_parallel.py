@@ -1,6 +1,7 @@
 """Modules split over processes, and the parts sharded over others: the numbers of one process."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import ConfigError, FSDPConfig, LambdaCallback, StrategyError, TaskModule, Throughput
+from drivetrain.core.types import StepOutput
 from drivetrain.losses import cross_entropy
 from drivetrain.strategies import SingleDevice, Strategy
 from drivetrain.strategies.fsdp.strategy import FSDP
@@ -117,6 +119,15 @@ class Transformer(TaskModule):
             "blocks.*.[on]*": style("RowwiseParallel", output_layouts=Shard(1)),
             "head": style("PrepareModuleInput", use_local_output=True, **gathered),
         }
+
+
+class Measured(Transformer):  # by its logits, which no loss needs
+    def training_step(self, batch: Any) -> Any:
+        outputs = self.embedding(batch[0])
+        return StepOutput(outputs.mean(), outputs)
+
+    def metric_inputs(self, outputs: Any, batch: Any) -> Any:
+        return (self.head(outputs),)
 
 
 def sentences(batch_size: int, count: int = 12) -> DataLoader[Any]:
@@ -295,11 +306,11 @@ def test_plan_refusals() -> None:
     tied.head.weight = tied.embedding.weight  # whose two uses are split in different dimensions
     uneven = Transformer(plan={"head": columns})
     uneven.head = nn.Linear(8, 5)
-    adapted, parts = (Transformer(plan={"head": columns}) for _ in range(2))
+    adapted = Transformer(plan={"head": columns})
 
-    def step_of_parts() -> None:  # each rank has a loss of half of the logits
-        model: Any = of(parts)().model
-        model.use(parts.training_step)
+    def step_of(kind: type[Transformer]) -> None:  # each rank has half of the logits
+        model: Any = of(task := kind(plan={"head": columns}))().model
+        model.use(task.training_step)
         model((torch.zeros(2, 6, dtype=torch.int64),))
 
     def on_rank() -> None:
@@ -309,7 +320,8 @@ def test_plan_refusals() -> None:
             "ignored": (of(Tokens(), ignored=("head",)), "'head.weight' is both in FSDPConfig(ignored"),
             "tied": (of(tied), "one parameter", "different ways"),
             "adapted": (of(adapted), "'head' (ParametrizedLinear) has parameters in submodules"),
-            "parts": (step_of_parts, "different values of shape []", "output_layouts=Replicate()"),
+            "parts": (partial(step_of, Transformer), "values of shape []", "output_layouts=Replicate()"),
+            "metrics": (partial(step_of, Measured), "of shape [2, 6, 8]", "or from metric_inputs"),
             "uneven": (of(uneven), "=2 does not divide dimension 0 of 'head.weight'", "[5, 8]"),
         }
         assert_refused((ConfigError, StrategyError), cases)

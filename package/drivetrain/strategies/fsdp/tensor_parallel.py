@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, distributed, nn
 
 from drivetrain.core.errors import ConfigError, StrategyError, nearest
+from drivetrain.core.types import StepOutput
 from drivetrain.data.batch import map_tensors
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.wrapping import Use, tie, uses_of_parameters
 from drivetrain.task.model_info import info_of
+from drivetrain.task.task import overrides
 
 
 class ParallelModule(NamedTuple):
@@ -165,7 +167,8 @@ class TensorParallel:
 class SameOutputs:
     """A hook of a step module, which checks that processes that split modules return the same from a step.
 
-    It compares the first values of each tensor in the first training, validation, test and predict step.
+    It compares the first values of each tensor in the first training, validation, test and predict step, and
+    of what a task's own `metric_inputs` makes of the outputs.
 
     Args:
         group: The processes, which get the same data.
@@ -174,11 +177,15 @@ class SameOutputs:
     def __init__(self, group: Any) -> None:
         self._group, self._seen = group, set[str]()
 
-    def __call__(self, module: Any, _: Any, output: Any) -> None:
+    def __call__(self, module: Any, inputs: Any, output: Any) -> None:
         kind = getattr(module.step, "__name__", "")
         if kind not in self._seen:
             self._seen.add(kind)
             map_tensors(self._compare, output)
+            task, outputs = module.task, output.outputs if isinstance(output, StepOutput) else None
+            if outputs is not None and overrides(task, "metric_inputs"):
+                with torch.no_grad():
+                    map_tensors(self._compare, task.metric_inputs(outputs, *inputs))
 
     def _compare(self, tensor: Tensor) -> None:
         if type(tensor) is not Tensor or not tensor.numel():  # a plan's have no values
@@ -189,8 +196,9 @@ class SameOutputs:
         if (both.sum(0) > 1e-3 * both.amax()).any():
             raise StrategyError(
                 "the processes that tensor_parallel gives the same batch have returned different values of"
-                f" shape {list(tensor.shape)} from a step, such as parts of the logits. Give the style of the"
-                " split head output_layouts=Replicate(), or RowwiseParallel() to the module after a split one"
+                f" shape {list(tensor.shape)} from a step or from metric_inputs, such as parts of the logits."
+                " Give the style of the split head output_layouts=Replicate(), or RowwiseParallel() to the"
+                " module after a split one"
             )
 
 
