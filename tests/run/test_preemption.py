@@ -92,11 +92,15 @@ def test_signal_handlers_are_restored_after_a_fit() -> None:
     assert signal.signal(signal.SIGUSR1, before[signal.SIGUSR1]) is own
 
 
-def test_a_signal_after_the_end_of_the_fit_or_with_a_stop_still_ends_the_program(tmp_path: Path) -> None:
+def test_a_signal_after_the_end_of_the_fit_or_with_a_stop_still_ends_the_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options: dict[str, Any] = {"max_epochs": 1, "run_dir": tmp_path, "checkpoint": True}
     with pytest.raises(Preempted):
         quiet(callbacks=[hears(signal.SIGTERM, "on_fit_end")], **options).fit(Regression(), pairs())
     assert (tmp_path / "model.safetensors").exists()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"ended by SIGTERM after step 5: the newest .*-00000005; .*; exit code 75$", last), last
     stop = LambdaCallback(on_step_end=lambda run: run.stop("enough"))
     with pytest.raises(Preempted):
         quiet(max_epochs=1, callbacks=[stop, hears(signal.SIGTERM, step=1)]).fit(Regression(), pairs())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -125,6 +125,7 @@ class Preemption:
         self._config = as_preemption(spec)
         self._is_chosen = not isinstance(spec, bool)
         self._run: Run | None = None
+        self._left: Callable[[], str] = str
         self._signals: Signals | None = None
 
     def __enter__(self) -> Preemption:
@@ -147,14 +148,15 @@ class Preemption:
         self._signals.open()
         return self
 
-    def attach(self, run: Run, resumable: bool = True) -> None:
+    def attach(self, run: Run, left: Callable[[], str], resumable: bool = True) -> None:
         """Let signals end this run.
 
         Args:
+            left: Says what is left of the run.
             resumable: Whether a run can go on from its checkpoints. Otherwise each signal is one of `stop`: a
                 program that is started again would fail at its start.
         """
-        config, self._run = self._config, run
+        config, self._run, self._left = self._config, run, left
         if config is None:
             return
         stopping = run.stopping
@@ -207,7 +209,10 @@ class Preemption:
                 f" same way: {run.stop_reason}"
             )
         elif first is not None and error is None:  # it came after the run
-            stopping.end(_reason(first.name), run.nonfinite.reason)
+            try:
+                stopping.end(_reason(first.name), run.nonfinite.reason)
+            finally:
+                print_end(run, self._left())
         if first is not None and isinstance(error, GeneratorExit):
             signal.raise_signal(first)  # the caller has left the loop: the signal has its usual effect
 

@@ -165,10 +165,11 @@ def _end_together(settings: RunSettings, run: Run, closing: ExitStack) -> None:
     """
     closing.close()
     run.engine.ranks.compare_calls()
-    print_end(run, _left(settings, run))
+    print_end(run, what_is_left(settings, run))
 
 
-def _left(settings: RunSettings, run: Run) -> str:
+def what_is_left(settings: RunSettings, run: Run) -> str:
+    """Return the newest checkpoint of a run that a signal has ended, and how to go on from it."""
     newest = as_given(settings, run.last_checkpoint)
     if settings.checkpoint is False:
         again = "anew" if newest is None else f"from {newest} again"

@@ -27,7 +27,7 @@ from drivetrain.run.loop import evaluate, predict, train_steps
 from drivetrain.run.messages import as_given, is_part, is_resumable
 from drivetrain.run.preemption import Preemption
 from drivetrain.run.run import Run
-from drivetrain.run.session import left_with_program, run_context
+from drivetrain.run.session import left_with_program, run_context, what_is_left
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.optim.given import SETTINGS_OF
 from drivetrain.task.task import TaskModule
@@ -99,7 +99,7 @@ def _begin(
         trainer, run, saver, start = build_fit(trainer, task, train_data, validation_data, resume, body)
         with run_context(trainer, run):
             start_from(trainer, run, saver, start, settings_of, how)
-            preemption.attach(run, is_resumable(trainer))
+            preemption.attach(run, partial(what_is_left, trainer, run), is_resumable(trainer))
             yield trainer, run, saver
 
 
