@@ -38,11 +38,11 @@ class MemoryConfig:
 
 WHAT_HELPS = (
     "what helps: Trainer(micro_batch='auto'), which splits each batch until it fits, or a smaller batch with"
-    " more gradient_accumulation_steps; Trainer(evaluation_batch_size=...) in an evaluation; activation"
-    " checkpointing (Trainer(memory={'activation_checkpointing': True})); an optimizer with a smaller state"
-    " (OptimizerConfig('adamw8bit')); a lower precision; shards ('fsdp', 'zero3') or offloading"
-    " (FSDPConfig(cpu_offload=True), 'zero3_offload'); where much is reserved but unallocated, the variable"
-    " PYTORCH_ALLOC_CONF=expandable_segments:True"
+    " more gradient_accumulation_steps. In an evaluation give Trainer(evaluation_batch_size=...). Less memory"
+    " is used by activation checkpointing (Trainer(memory={'activation_checkpointing': True})), a smaller"
+    " optimizer state (OptimizerConfig('adamw8bit')), a lower precision, shards ('fsdp', 'zero3') and"
+    " offloading (FSDPConfig(cpu_offload=True), 'zero3_offload'). If much memory is reserved but unallocated,"
+    " set PYTORCH_ALLOC_CONF=expandable_segments:True"
 )
 """Advice for a run that is out of memory."""
 

@@ -367,8 +367,8 @@ def _checked_spec(spec: object, whose: str = "") -> OptimizerSpec:
     given = "nothing (is a `return` missing?)" if spec is None else f"a {type(spec).__name__}"
     raise ConfigError(
         f"configure_optimizers returned {given}{whose}; allowed are an OptimizerConfig, a mapping of names to"
-        " them, or a function of the parameters that returns an optimizer or (optimizer, scheduler); the"
-        " scheduler steps after each step, or is in a TorchSchedule"
+        " them, or a function of the parameters. The function returns an optimizer or (optimizer, scheduler)."
+        " The scheduler steps after each step, unless a TorchSchedule says otherwise"
     )
 
 

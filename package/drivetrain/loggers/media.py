@@ -34,7 +34,7 @@ HOW_TO_LOG = (
     "Write Text(...), Image(...), Histogram(...), Figure(...), Table(...) or File(...), or log each of its"
     " numbers under a name of its own"
 )
-"""What to do with an object that is no number."""
+"""Advice for an object that is not a number."""
 
 
 class Media(ABC):

@@ -512,7 +512,7 @@ _INSTEAD = {
     "loss": " Assign a module, `self.loss = nn.CrossEntropyLoss()`, or define loss(self, outputs, batch).",
     "metrics": " Assign a mapping, `self.metrics = {'accuracy': ...}`.",
 }
-"""What to write in place of an object that cannot stand for a method."""
+"""Advice for an object that cannot replace a method."""
 
 
 _RESERVED = frozenset(
