@@ -132,11 +132,7 @@ def _state() -> dict[str, Any]:
 
 
 def _settled(before: dict[str, Any]) -> dict[str, Any]:
-    """The state after a test, once threads that are already ending have ended.
-
-    torch's DataLoader closes the queues of its workers without joining the threads that feed them, so one may
-    still be on its way out; a thread that was really left behind is there after the wait as well.
-    """
+    """The state after a test, once threads that are ending (a DataLoader joins no feeder) have ended."""
     deadline = time.monotonic() + 60
     after = _state()
     while (

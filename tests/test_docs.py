@@ -122,10 +122,7 @@ def assert_printed(block: Block, printed: str) -> None:
 
 
 def run_page(page: Path, directory: Path) -> None:
-    """Run the blocks of a page in a directory; what it has imported from there is forgotten afterwards.
-
-    README.md is run twice in the same directory, as its readers do.
-    """
+    """Run a page's blocks in a directory, whose modules are then forgotten; README.md twice, as one does."""
     directory.mkdir()
     if page == README:
         shutil.copytree(ROOT / "examples", directory / "examples")

@@ -99,8 +99,8 @@ def test_callbacks_of_a_task_are_refused_as_those_of_the_trainer_are() -> None:
     table: dict[str, tuple[Any, ...]] = {
         "two": (fit([average[0], WeightAverage()]), *average[1:]),
         "two in a plan": (fit([average[0]], "plan", callbacks=[WeightAverage()]), *average[1:]),
-        "one, no list": (fit(average[0]), "configure_callbacks('train') must be a sequence"),
-        "none": (fit(None, "validate"), "configure_callbacks('validation') must be a sequence"),
+        "one, no list": (fit(average[0]), "configure_callbacks('train') is a sequence"),
+        "none": (fit(None, "validate"), "configure_callbacks('validation') is a sequence"),
         "a class": (fit([WeightAverage]), "configure_callbacks('train') has the class", "WeightAverage(...)"),
         "another object": (fit([SimpleNamespace()]), "must have the base drivetrain.Callback"),
     }

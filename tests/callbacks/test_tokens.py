@@ -58,9 +58,7 @@ def test_batches_by_tokens_are_the_same_when_resumed_and_on_two_ranks(tmp_path: 
 
 
 def counted(folder: Path, *, stop: int | None = None, batch_size: int = 4, **options: Any) -> list[Any]:
-    """Train to 900 tokens; return the weights, the rate of each step, and the tokens after each step and at
-    each validation.
-    """
+    """Train to 900 tokens; return weights, rates, and the tokens after each step and at each validation."""
     rates, after, validated = [], [], []
 
     def end_step(run: Any) -> None:
@@ -155,9 +153,7 @@ OWN_BATCHES = ("by tokens", "padded")
 def packed_fit(
     folder: Path | None = None, kind: str = "rows", *, stop: int | None = None, **options: Any
 ) -> list[Any]:
-    """Train on rows of 16 tokens, or on data of another kind; return the weights, and the samples and tokens
-    of each micro-batch.
-    """
+    """Train on rows of 16 tokens, or other data; return the weights, and the samples and tokens of each."""
     shapes: list[Any] = []
 
     def note(run: Any) -> None:
@@ -185,10 +181,7 @@ def test_a_step_has_as_many_tokens_on_any_ranks_and_when_resumed_on_others(tmp_p
 
 
 def rest_on_two_ranks(folder: Path, batches: Any, given: Any) -> list[Any]:
-    """Return the weights after the rest of each fit in a folder, by kind of data.
-
-    Batches of rows are half as large, so that a step has as many. Of other data it has half as many.
-    """
+    """Return the weights after the rest of each fit, by kind of data; batches of rows are half as large."""
     kinds = {each.name: {"gradient_accumulation_steps": given, "batch_size": 1} for each in folder.iterdir()}
     kinds |= {kind: {"gradient_accumulation_steps": batches} for kind in kinds if kind in OWN_BATCHES}
     one, other = on_two_ranks(

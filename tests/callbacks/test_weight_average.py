@@ -199,7 +199,7 @@ def test_resume_with_other_averages_or_without_the_callback_is_refused(tmp_path:
     options: dict[str, Any] = {"max_steps": 13, "checkpoint": True}
     task = Regression(OptimizerConfig("adamw", lr=0.05), dropout=0.2)
     with (
-        warned("does not have: WeightAverage"),
+        warned("lacks: WeightAverage"),
         pytest.raises(CheckpointError, match=r"are averages, .* Resume with the callback"),
     ):
         quiet(run_dir=tmp_path / "swa", **options).fit(task, pairs(), resume="auto")
@@ -207,7 +207,7 @@ def test_resume_with_other_averages_or_without_the_callback_is_refused(tmp_path:
     for other in ({"decay": (0.9, 0.5)}, {"parameters": "*.bias"}):
         with pytest.raises(ConfigError, match="averages of other parameters, or by another number of decays"):
             fitted(tmp_path / "beside", "ema", 13, "auto", save=False, **other)
-    with warned("does not have: WeightAverage"):
+    with warned("lacks: WeightAverage"):
         quiet(run_dir=tmp_path / "beside", **options).fit(task, pairs(), resume="auto")
     plain = Regression(OptimizerConfig("adamw", lr=0.05), dropout=0.2)
     quiet(max_steps=13).fit(plain, pairs())

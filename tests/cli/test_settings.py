@@ -35,9 +35,7 @@ def trainer(line: str) -> Any:
 
 
 def read(task, *lines):
-    """The differences between what a task of `programs/typed.py` was given by lines, or by the file that they
-    print, and what they mean: pairs of an option's text and its value.
-    """
+    """Pairs of a line and what it or its file gives a task of `programs/typed.py`, if that is wrong."""
     wrong = []
     for line in lines:
         words = [word for text in line for word in f"--task.{text}".split(" ", 1)]

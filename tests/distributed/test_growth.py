@@ -1,8 +1,4 @@
-"""What one rank exchanges in each part of a run: nothing grows faster than the number of ranks.
-
-The collectives are those of torch's flight recorder, so the gradients' are there too; the operations of the
-store are those of the package.
-"""
+"""What one rank exchanges in each part of a run: nothing grows faster than the number of ranks."""
 
 import json
 from collections.abc import Callable

@@ -188,10 +188,7 @@ def run(part: Part, directory: Path, limit: float) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return a part's variables: our packages before those of PYTHONPATH, and no number of threads.
-
-    `make` gives OMP_NUM_THREADS to all that it runs, for the sake of tests that share two cores.
-    """
+    """Return a part's variables: our packages before those of PYTHONPATH, and no number of threads."""
     paths = [str(ROOT / "package"), str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     found = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     found |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}

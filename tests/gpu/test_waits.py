@@ -1,7 +1,4 @@
-"""A steady step waits for the device as often as the table of tests/support/waits.py says, and no more.
-
-On a GPU torch's own warnings of waits are counted, elsewhere the operations that would wait there.
-"""
+"""A steady step waits for the device as often as the table of tests/support/waits.py says, and no more."""
 
 from pathlib import Path
 

@@ -57,14 +57,7 @@ def check_resume(
     tolerance: float = 1e-6,
     timeout: float = 300.0,
 ) -> int:
-    """Save a run under each strategy within an epoch, and resume it under each, in real processes.
-
-    Every pair of a strategy and a world size resumes from every other's checkpoint. Each sample of the epoch
-    must be seen once. Losses, norms, rates, weights and optimizer states must equal those of an uninterrupted
-    run in one process.
-
-    A pair is left out if the strategy has another number of processes. Returns the number of combinations.
-    """
+    """Resume a run of each strategy and world size by each, exactly; return the number of pairs."""
     cases = [
         (name, size) for name, make in makers.items() for size in world_sizes if make(size).world_size == size
     ]

@@ -75,11 +75,7 @@ def lines_by_layer() -> dict[str, int]:
 
 
 def complexity(function: ast.AST) -> int:
-    """Return McCabe's number of a function, without those of functions in it.
-
-    It is one more than the branches and the further operands of `and` and `or` (McCabe, "A Complexity
-    Measure", 1976).
-    """
+    """Return the number of a function by McCabe (1976), without those of functions in it."""
     count, rest = 1, list(ast.iter_child_nodes(function))
     while rest:
         node = rest.pop()

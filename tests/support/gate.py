@@ -36,10 +36,7 @@ def cpu() -> float:
 
 
 def slowness() -> float:
-    """Return how many times slower this core is now than the one that the budget was measured on; at least 1.
-
-    A core is slower when its other half, or its cache, has other work.
-    """
+    """Return how many times slower this core is now than the one of the budget; at least 1."""
     times = []
     for _ in range(7):
         start, total = time.process_time(), 0
@@ -54,11 +51,7 @@ def tier_of(item: pytest.Item) -> str:
 
 
 class Gate:
-    """The plugin.
-
-    Args:
-        config: pytest's.
-    """
+    """The plugin."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config

@@ -58,11 +58,7 @@ _ON_THE_HOST = (
 
 
 class HostReads:
-    """A context manager that notes each operation for which the host would wait for a GPU.
-
-    On a CPU it knows operations by their names, on a CUDA device by torch's own warnings. It does not see a
-    copy by `copy_`, nor what reads the memory of a storage, and watches the thread that enters it.
-    """
+    """A context manager that notes each operation, but a `copy_`, for which the host would wait for a GPU."""
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.reads: list[str] = []

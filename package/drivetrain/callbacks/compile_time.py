@@ -56,14 +56,6 @@ class CompileTime(Callback):
             what = ", ".join(f"{number} x {kind}" for kind, number in parts.items())
             _LOG.info(f"compiled {what} in {seconds:.1f} s")
 
-    def on_fit_end(self, run: Run) -> None:
-        """Listen no more."""
-        self._leave()
-
-    def on_exception(self, run: Run) -> None:
-        """Listen no more."""
-        self._leave()
-
     def _start(self, _: object) -> None:
         self._begun = perf_counter()
 
@@ -76,7 +68,7 @@ class CompileTime(Callback):
         # The enclosing timer adds its whole time later.
         run.timing["compute" if run.stage == "train" else "evaluation"] -= seconds
 
-    def _leave(self) -> None:
+    def _leave(self, run: Run) -> None:
         if self._run is None:
             return
         from torch._dynamo.callback import callback_handler
@@ -84,3 +76,5 @@ class CompileTime(Callback):
         self._run = None
         callback_handler.remove_start_callback(self._start)
         callback_handler.remove_end_callback(self._end)
+
+    on_fit_end = on_exception = _leave

@@ -135,9 +135,9 @@ class EarlyStopping(Callback):
         """Stop the run if it is time; return whether it is."""
         if run.progress.epoch < self.min_epochs or run.length.is_early(run.progress):
             return False
-        if self._reached(value):
+        if math.isfinite(value) and self._is_beyond(self.stop_at, value, True):
             run.stop(f"early stopping: {self.metric} is {value:.6g} and reached {self.stop_at:.6g}")
-        elif self._diverged(value):
+        elif self._is_beyond(self.diverged_at, value, False):
             run.stop(f"early stopping: {self.metric} is {value:.6g}, diverged beyond {self.diverged_at:.6g}")
         elif self.without_improvement >= self.patience:
             of = "evaluation" if run.names.stage_of(self.metric) == "validation" else "log point"
@@ -149,11 +149,11 @@ class EarlyStopping(Callback):
     def on_fit_end(self, run: Run) -> None:
         """Check that the metric was logged."""
         self._monitored.end(run)
-        self._finish()
+        self._loaded = False
 
     def on_exception(self, run: Run) -> None:
         """Mark the fit as finished."""
-        self._finish()
+        self._loaded = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far and the count of values since."""
@@ -165,18 +165,10 @@ class EarlyStopping(Callback):
         self.without_improvement = int(state["without_improvement"])
         self._loaded = True
 
-    def _finish(self) -> None:
-        self._loaded = False
-
-    def _diverged(self, value: float) -> bool:
-        if self.diverged_at is None:
+    def _is_beyond(self, limit: float | None, value: float, on_the_better_side: bool) -> bool:
+        if limit is None:
             return False
-        return value >= self.diverged_at if self._direction == "min" else value <= self.diverged_at
-
-    def _reached(self, value: float) -> bool:
-        if self.stop_at is None or not math.isfinite(value):
-            return False
-        return value <= self.stop_at if self._direction == "min" else value >= self.stop_at
+        return value <= limit if (self._direction == "min") is on_the_better_side else value >= limit
 
     def _reason(self, value: float, of: str) -> str:
         count = f"{self.without_improvement} {of}{'s' if self.without_improvement > 1 else ''}"

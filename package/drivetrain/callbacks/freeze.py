@@ -122,19 +122,6 @@ class Freeze(Callback):
                 module.training = mode
             self._held = {}
 
-    def on_checkpoint_loaded(self, run: Run) -> None:
-        """Freeze what is frozen at the run's progress."""
-        self._follow(run)
-
-    def on_fit_start(self, run: Run) -> None:
-        """Freeze what is frozen at the run's progress.
-
-        Raises:
-            ConfigError: An optimizer has nothing to train, or a point is in the middle of an epoch of unknown
-                length.
-        """
-        self._follow(run)
-
     def on_step_start(self, run: Run) -> None:
         """Unfreeze what is due, and keep frozen modules in evaluation mode, whoever has called `train()`."""
         if self._pending and any(each.reached(run.progress) for each in self._pending.values()):
@@ -181,7 +168,12 @@ class Freeze(Callback):
     # The parameters that are frozen now.
 
     def _follow(self, run: Run) -> None:
-        """Freeze what is frozen at the run's progress, and train all else."""
+        """Freeze what is frozen at the run's progress.
+
+        Raises:
+            ConfigError: An optimizer has nothing to train, or a point is in the middle of an epoch of unknown
+                length.
+        """
         calendar = run.length.calendar
         points = {name: Point(each, calendar) for name, each in self.until.items() if each is not None}
         before = self._pending
@@ -201,6 +193,8 @@ class Freeze(Callback):
         due = [repr(name) for name in before if name not in self._pending]
         if due and run.is_main:
             _LOG.info(f"Freeze: {', '.join(due)} trains after {run.progress.steps} steps")
+
+    on_fit_start = on_checkpoint_loaded = _follow
 
     def _hold(self, task: nn.Module, patterns: Collection[str]) -> None:
         """Put frozen modules with running statistics in evaluation mode, and the others back in theirs."""

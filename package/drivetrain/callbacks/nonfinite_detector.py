@@ -139,18 +139,12 @@ class NonFiniteDetector(Callback):
         if any(run.names.stage_of(name) == "train" for name in run.logged):
             del self._seen[:-1]
 
-    def on_fit_end(self, run: Run) -> None:
-        """Remove the hooks."""
-        self._remove()
-
-    def on_exception(self, run: Run) -> None:
-        """Remove the hooks."""
-        self._remove()
-
-    def _remove(self) -> None:
+    def _remove(self, run: Run) -> None:
         for handle in self._handles:
             handle.remove()
         self._forget()
+
+    on_fit_end = on_exception = _remove
 
     # The checks.
 

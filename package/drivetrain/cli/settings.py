@@ -488,19 +488,24 @@ def _add_fields(parser: Arguments, section: str, kind: Any, leave_out: Collectio
             group.add_argument(f"--{section}.{name}", type=types[name], default=default, help=texts[name])
 
 
+_NARROWEST_FIRST = (bool, int, float, None, str, Any, NoneType)  # containers are between float and str
+
+
 def _writable(hint: Any) -> Any:
     """Return the types in an annotation that text can express, narrowest first; `str` takes any text."""
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     ranks: dict[Any, int] = {}
     for each in members:
         kind = get_origin(each) or each
-        if each in (bool, int, float, str, Any, NoneType):
-            ranks[each] = (bool, int, float, None, str, Any, NoneType).index(each)
-        elif kind is Callable and str in members:
-            continue  # a text would be read as the path of a function
-        elif kind is Callable or kind is tuple or (isinstance(kind, type) and issubclass(kind, Mapping)):
+        is_class = isinstance(kind, type)
+        if each in _NARROWEST_FIRST:
+            ranks[each] = _NARROWEST_FIRST.index(each)
+        elif kind is Callable:
+            if str not in members:  # a text would be read as the path of a function
+                ranks[each] = 3
+        elif kind is tuple or (is_class and issubclass(kind, Mapping)):
             ranks[each] = 3
-        elif isinstance(kind, type) and kind is not str and issubclass(kind, Iterable) and get_args(each):
+        elif is_class and issubclass(kind, Iterable) and get_args(each):
             ranks[list[get_args(each)[0]]] = 3  # type: ignore[misc]
     return functools.reduce(operator.or_, sorted(ranks, key=ranks.__getitem__)) if ranks else Any
 

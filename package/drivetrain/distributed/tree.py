@@ -25,6 +25,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import chain, count
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,14 @@ def _dotted(path: tuple[object, ...]) -> str:
     return ".".join(names) or "the value"
 
 
+_TO_JSON: dict[type, Callable[[Any], Json]] = {
+    **dict.fromkeys((NoneType, bool, str), lambda value: value),
+    int: lambda value: value if value in _INT64 else {"$int": hex(value)},
+    float: lambda value: value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()},
+    bytes: lambda value: {"$bytes": base64.b64encode(value).decode("ascii")},
+}
+
+
 class _Packer:
     """The state of one call of `pack`: the tensors found so far."""
 
@@ -110,14 +119,8 @@ class _Packer:
             raise CheckpointError(
                 f"{_dotted(path[:8])}...: over {MAX_DEPTH} levels deep; does it contain itself?"
             )
-        if value is None or kind is bool or kind is str:
-            return value  # type: ignore[no-any-return]
-        if kind is int:
-            return value if value in _INT64 else {"$int": hex(value)}
-        if kind is float:
-            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
-        if kind is bytes:
-            return {"$bytes": base64.b64encode(value).decode("ascii")}
+        if kind in _TO_JSON:
+            return _TO_JSON[kind](value)
         if kind is list:
             return [self.pack(each, (*path, index), depth + 1) for index, each in enumerate(value)]
         if kind is tuple:

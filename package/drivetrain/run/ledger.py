@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from drivetrain.core.files import open_file
@@ -91,9 +90,7 @@ class Ledger:
             self._listening.enter_context(handled_by(Listener(logging.WARNING, self._hear)))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
         self._listening.close()
         in_order = error is None or isinstance(error, GeneratorExit)
         if in_order:

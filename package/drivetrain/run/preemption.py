@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from drivetrain.core.errors import EXIT_REQUEUE, EXIT_STOPPED, ConfigError, Preempted, RankFailure
@@ -181,12 +180,11 @@ class Preemption:
         kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
         return f"the fit was after step {self._run.progress.steps}, and {kept}"
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        signals, self._signals = self._signals, None
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
+        signals, self._signals, first = self._signals, None, None
         if signals is not None:
             signals.close()
+            first = signals.first
         run = self._run
         if run is None:
             return
@@ -201,7 +199,6 @@ class Preemption:
                 f" {EXIT_REQUEUE}"
             )
             raise Preempted(str(stopping.reason)) from error
-        first = None if signals is None else signals.first
         reason = stopping.reason if first is None else _reason(first.name)
         if error is None and reason is not None and stopping.is_overruled(reason):
             _say(

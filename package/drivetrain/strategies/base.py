@@ -33,7 +33,7 @@ _LOCATIONS = {
 }
 """How a report describes a rank that is in one of these methods."""
 
-MakeOptimizers = Callable[[nn.Module], dict[str, Optimizer]]
+MakeOptimizers = Callable[[nn.Module], dict[str, Optimizer]] | None
 """Takes the wrapped or sharded module; returns the optimizers by name."""
 
 
@@ -284,9 +284,7 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def prepare(
-        self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
-    ) -> Prepared:
+    def prepare(self, module: StepModule, make_optimizers: MakeOptimizers, precision: Precision) -> Prepared:
         """Place, wrap or shard the module and build its optimizers, in the order that this strategy needs."""
 
     def memory(self, task: nn.Module, precision: Precision, local_size: int) -> Memory | None:

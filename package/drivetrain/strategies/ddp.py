@@ -117,9 +117,7 @@ class DDP(Replicated):
         self._begin()
         self._leave()
 
-    def prepare(
-        self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
-    ) -> Prepared:
+    def prepare(self, module: StepModule, make_optimizers: MakeOptimizers, precision: Precision) -> Prepared:
         """Convert, move, wrap, then make the optimizers."""
         check_values(module.task, self.name)
         precision.convert_module(module)

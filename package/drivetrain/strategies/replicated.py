@@ -47,7 +47,7 @@ class Replicated(Strategy):
             init_sync: Whether processes may have different parameters.
         """
 
-    def _replicate(self, module: StepModule, make_optimizers: MakeOptimizers | None) -> Prepared:
+    def _replicate(self, module: StepModule, make_optimizers: MakeOptimizers) -> Prepared:
         """Wrap a module on its device, then build the optimizers."""
         self._note(module)
         if make_optimizers is None or not self._parameters:

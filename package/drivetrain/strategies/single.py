@@ -91,9 +91,7 @@ class SingleDevice(Strategy):
         if self._devices_before:
             torch.cuda.set_device(self._devices_before.pop())
 
-    def prepare(
-        self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
-    ) -> Prepared:
+    def prepare(self, module: StepModule, make_optimizers: MakeOptimizers, precision: Precision) -> Prepared:
         """Convert and move the module, then build the optimizers on the moved parameters."""
         check_values(module.task, self.name)
         precision.convert_module(module)

@@ -140,10 +140,7 @@ def ends(pid: int) -> bool:
 @needs_gloo
 @real
 def test_data_that_never_comes_is_named_by_hang_timeout() -> None:
-    """Here or in a worker, which is ended too; and of several ranks the one that waits for it.
-
-    Sample 12 is the first of rank 0 in the fourth round; rank 1 waits for it in a collective.
-    """
+    """Here or in a worker, which is ended too; and of several ranks the one that waits for it."""
     limit: dict[str, Any] = {"hang_timeout": 6.0, "run_dir": "."}
     ranks = {"strategy": "ddp", "devices": 2, "on_bad_batch": "skip", **limit}
     cases = {

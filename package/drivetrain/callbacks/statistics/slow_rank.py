@@ -109,7 +109,7 @@ class SlowRank(Callback):
 
     def on_log(self, run: Run) -> None:
         """Compare the ranks."""
-        self._meet()
+        self._meet(run)
         if not self._steps or not all(_OWN[0] in each for each in run.logged_by_rank or [{}]):
             return
         step = (_spent(run) - self._before) / self._steps
@@ -134,34 +134,22 @@ class SlowRank(Callback):
                     f" forward; the median rank {median:.2g} s for both"
                 )
 
-    def on_evaluation_end(self, run: Run) -> None:
-        """Measure from here: the ranks have met."""
-        self._meet()
-
-    def on_checkpoint_saved(self, run: Run) -> None:
-        """Measure from here: the ranks have met."""
-        self._meet()
-
-    def on_fit_end(self, run: Run) -> None:
-        """Stop measuring."""
-        self._stop()
-
-    def on_exception(self, run: Run) -> None:
-        """Stop measuring."""
-        self._stop()
-
     def _reset(self, run: Run) -> None:
         self._steps, self._seconds = 0, [0.0, 0.0]
         self._before = _spent(run)
 
-    def _meet(self) -> None:
+    def _meet(self, run: Run) -> None:
         if self._handles and self._met is not None:
             self._met = _now(self._on_gpu)
 
-    def _stop(self) -> None:
+    on_evaluation_end = on_checkpoint_saved = _meet
+
+    def _stop(self, run: Run) -> None:
         for each in self._handles:
             each.remove()
         self._handles = []
+
+    on_fit_end = on_exception = _stop
 
 
 def _spent(run: Run) -> float:

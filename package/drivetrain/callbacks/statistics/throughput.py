@@ -158,14 +158,6 @@ class Throughput(Callback):
             if self._peak is not None:
                 run.log("throughput/model_flops_utilisation", flops / self._devices / self._peak)
 
-    def on_fit_end(self, run: Run) -> None:
-        """Stop counting, if the fit ends within its first step."""
-        self._stop(run)
-
-    def on_exception(self, run: Run) -> None:
-        """Stop counting, if the first step raised."""
-        self._stop(run)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the operations and the tokens per sample in the first step."""
         return {"flops": self._counted, "tokens": self._tokens}
@@ -209,6 +201,8 @@ class Throughput(Callback):
             self._counting.close()
             self._counting = None
         self._loaded = False
+
+    on_fit_end = on_exception = _stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from drivetrain.core.errors import RankFailure
@@ -247,9 +246,7 @@ class FailureChannel:
         self._wakeup.send()
         self._decided.wait(self._timing.deciding)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
         if self._line is None:
             return
         is_agreed = error is not None and error is self.stopping.ending  # raised by all ranks

@@ -112,9 +112,7 @@ class Accelerate(Replicated):
             self._session = None
         self._leave()
 
-    def prepare(
-        self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
-    ) -> Prepared:
+    def prepare(self, module: StepModule, make_optimizers: MakeOptimizers, precision: Precision) -> Prepared:
         """Convert and move the module, let the Accelerator wrap it, then build the optimizers."""
         check_values(module.task, self.name)
         if make_optimizers is not None and self.world_size > 1:

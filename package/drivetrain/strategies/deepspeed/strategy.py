@@ -188,9 +188,7 @@ class DeepSpeed(Strategy):
             self._named = False
         self._leave()
 
-    def prepare(
-        self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
-    ) -> Prepared:
+    def prepare(self, module: StepModule, make_optimizers: MakeOptimizers, precision: Precision) -> Prepared:
         """Build the optimizer, and pass it and the module to DeepSpeed's engine."""
         task = module.task
         settings = self._checked_settings(task, precision, has_optimizers=make_optimizers is not None)
@@ -285,7 +283,7 @@ class DeepSpeed(Strategy):
             parts[name or "task"] = each
         self._handles = note_forwards(self.ranks.order, parts)
 
-    def _optimizers(self, module: StepModule, make_optimizers: MakeOptimizers | None) -> dict[str, Optimizer]:
+    def _optimizers(self, module: StepModule, make_optimizers: MakeOptimizers) -> dict[str, Optimizer]:
         if make_optimizers is None:
             return {}
         with full_shapes(module):

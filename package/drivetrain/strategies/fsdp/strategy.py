@@ -195,9 +195,7 @@ class FSDP(Strategy):
         self._leave()
         self._data_ranks = ALONE
 
-    def prepare(
-        self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
-    ) -> Prepared:
+    def prepare(self, module: StepModule, make_optimizers: MakeOptimizers, precision: Precision) -> Prepared:
         """Convert, move, split and shard the module, then build the optimizers on the shards.
 
         A task on the meta device is initialised part by part while it is sharded, or is sharded first, and

@@ -221,9 +221,7 @@ class OnXLA(Strategy):
             )
         return Support(True)
 
-    def prepare(
-        self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
-    ) -> Prepared:
+    def prepare(self, module: StepModule, make_optimizers: MakeOptimizers, precision: Precision) -> Prepared:
         """Convert, move and annotate the module, then build the optimizers on the moved parameters."""
         check_values(module.task, self.name)
         precision.convert_module(module)

@@ -113,9 +113,7 @@ class XLAFSDP(OnXLA):
             ]
         self._shard(module.parameters())
 
-    def prepare(
-        self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
-    ) -> Prepared:
+    def prepare(self, module: StepModule, make_optimizers: MakeOptimizers, precision: Precision) -> Prepared:
         """Convert, move and annotate the module, then build the optimizers on the moved parameters."""
         prepared = super().prepare(module, make_optimizers, precision)
         self._states |= dict.fromkeys(prepared.optimizers.values(), 0)
