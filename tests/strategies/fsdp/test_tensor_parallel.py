@@ -313,6 +313,14 @@ def test_plan_refusals() -> None:
         model.use(task.training_step)
         model((torch.zeros(2, 6, dtype=torch.int64),))
 
+    def backward_of_norms() -> None:  # each rank's norms have half of the sequence
+        whole = Transformer(sequence=True).planned()
+        task = Transformer(plan={name: each for name, each in whole.items() if ".be" not in name})
+        strategy = split(2)
+        model: Any = strategy.prepare(StepModule(task), lambda _: {}, as_precision("32")).model
+        model.use(task.training_step)
+        strategy.backward(model((torch.arange(12).view(2, 6),)))
+
     def on_rank() -> None:
         nn.utils.parametrizations.weight_norm(adapted.head)
         cases: dict[str, Any] = {
@@ -322,6 +330,7 @@ def test_plan_refusals() -> None:
             "adapted": (of(adapted), "'head' (ParametrizedLinear) has parameters in submodules"),
             "parts": (partial(step_of, Transformer), "values of shape []", "output_layouts=Replicate()"),
             "metrics": (partial(step_of, Measured), "of shape [2, 6, 8]", "or from metric_inputs"),
+            "norms": (backward_of_norms, "different gradients of 'blocks.0.before.weight'"),
             "uneven": (of(uneven), "=2 does not divide dimension 0 of 'head.weight'", "[5, 8]"),
         }
         assert_refused((ConfigError, StrategyError), cases)

@@ -44,6 +44,7 @@ from drivetrain.strategies.fsdp.tensor_parallel import (
     ParallelModule,
     SameOutputs,
     TensorParallel,
+    check_gradients,
     split_modules,
 )
 from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes, reshard
@@ -111,6 +112,7 @@ class FSDP(Strategy):
         self._has_buffers = False
         self._context_group: distributed.ProcessGroup | None = None
         self._contexts: list[ContextParallel] = []
+        self._unchecked: list[tuple[nn.Module, Any]] = []  # until the first backward
         if device == "cpu" and self.config.sync_batchnorm:
             raise StrategyError("sync_batchnorm needs GPUs: torch has no synchronised batch norm for CPUs")
         split, size, parts = self.config.tensor_parallel, self.config.shard_size, self.config.context_parallel
@@ -191,6 +193,7 @@ class FSDP(Strategy):
         if self._context_group is not None and distributed.is_initialized():
             distributed.destroy_process_group(self._context_group)
         self._sharded, self._order, self._contexts, self._context_group = [], None, [], None
+        self._unchecked.clear()
         forget_meshes()  # otherwise a fork of this process would free their groups
         self._leave()
         self._data_ranks = ALONE
@@ -271,7 +274,9 @@ class FSDP(Strategy):
         if self._context_group is not None:
             self._contexts.append(ContextParallel(module, self._context_group))
         if config.tensor_parallel > 1:
-            module.register_forward_hook(SameOutputs(mesh["tensor"].get_group()))
+            group = mesh["tensor"].get_group()
+            module.register_forward_hook(SameOutputs(group))
+            self._unchecked.append((task, group))
         splitting = TensorParallel(plan, mesh)
         if plan:
             # It warns for every parameter on two meshes that gathering takes two collectives.
@@ -390,6 +395,8 @@ class FSDP(Strategy):
             loss.backward(root)  # type: ignore[no-untyped-call]
         if self._order is not None and self._synchronized:
             self._order.end_backward(inputs)
+        while self._synchronized and self._unchecked:
+            check_gradients(*self._unchecked.pop())
         if inputs is None and self._synchronized and self._ignored:
             average_gradients(self._ignored, self.world_size)
 

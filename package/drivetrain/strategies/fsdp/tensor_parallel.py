@@ -17,6 +17,8 @@ from torch import Tensor, distributed, nn
 from drivetrain.core.errors import ConfigError, StrategyError, nearest
 from drivetrain.core.types import StepOutput
 from drivetrain.data.batch import map_tensors
+from drivetrain.distributed.processes import has_fake_ranks
+from drivetrain.distributed.tensors import local_part
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.wrapping import Use, tie, uses_of_parameters
 from drivetrain.task.model_info import info_of
@@ -200,6 +202,41 @@ class SameOutputs:
                 " Give the style of the split head output_layouts=Replicate(), or RowwiseParallel() to the"
                 " module after a split one"
             )
+
+
+def check_gradients(task: nn.Module, group: Any) -> None:
+    """Check that processes that split modules have the same gradients of the parameters that are not split.
+
+    Args:
+        task: The task, after its first backward.
+        group: The processes, which get the same data.
+
+    Raises:
+        StrategyError: They differ, as those of a norm that gets a part of the heads or of the sequence.
+    """
+    whole = {
+        name: each for name, each in task.named_parameters() if each.requires_grad and not _is_split(each)
+    }
+    if not whole or has_fake_ranks():
+        return
+    parts = [local_part(each if each.grad is None else each.grad, 1)[0] for each in whole.values()]
+    norms = torch.stack([each.abs().float().norm().to(parts[0].device) for each in parts])
+    both = torch.stack([norms, -norms])
+    distributed.all_reduce(both, distributed.ReduceOp.MAX, group=group)
+    apart = (both.sum(0) > 1e-3 * both[0]) & (both.sum(0) > 1e-6 * both.amax())
+    for name in (name for name, is_apart in zip(whole, apart.tolist(), strict=True) if is_apart):
+        raise StrategyError(
+            f"the processes that tensor_parallel gives the same batch have different gradients of {name!r},"
+            " which the parallel_plan does not split: its module gets a part of the sequence or of the heads."
+            " Give it the style SequenceParallel(sequence_dim=..., use_local_output=True), with the dimension"
+            " that is split"
+        )
+
+
+def _is_split(parameter: Any) -> bool:
+    placements = getattr(parameter, "placements", ())
+    names = parameter.device_mesh.mesh_dim_names if placements else ()
+    return ("tensor", False) in zip(names, (each.is_replicate() for each in placements), strict=True)
 
 
 def _check_and_tie(uses: Sequence[Use]) -> None:
