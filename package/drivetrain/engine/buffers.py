@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import is_lazy
 
 
 class KeptBuffers:
@@ -28,7 +27,7 @@ class KeptBuffers:
             (owner, each)
             for owner, buffers, _ in self._tables
             for each in buffers.values()
-            if each is not None and not is_lazy(each)
+            if each is not None
         ]
         if [id(each) for _, each in copied] != [id(each) for _, each in self._copied]:
             self._copies = [each.detach().clone() for _, each in copied]

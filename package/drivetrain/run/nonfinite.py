@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from drivetrain.checkpoint.weights.module_state import parameter_names
 from drivetrain.core.errors import NonFiniteError
@@ -226,9 +225,8 @@ class NonFinitePolicy:
         if snapshot is not None:
             weights = snapshot.tensors.get("model", {})
             return names_of_nonfinite({name: weights[name] for name in trained if name in weights})
-        # DeepSpeed keeps this rank's shard next to an empty parameter; a lazy one has no values yet.
-        here = {name: each for name, each in trained.items() if not is_lazy(each)}
-        return names_of_nonfinite({name: getattr(each, "ds_tensor", each) for name, each in here.items()})
+        # DeepSpeed keeps this rank's shard next to an empty parameter.
+        return names_of_nonfinite({name: getattr(each, "ds_tensor", each) for name, each in trained.items()})
 
 
 def _at(error: NonFiniteError, found: tuple[int, str] | None) -> NonFiniteError:

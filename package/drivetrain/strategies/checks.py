@@ -27,15 +27,15 @@ def check_values(task: nn.Module, name: str, meta: bool = False) -> None:
 
     Raises:
         StrategyError: A parameter is a shard left by an earlier run, is on the meta device, or belongs to a
-            lazy module that has not run yet (only "single" allows those). The message names the first one.
+            lazy module that has not run yet. The message names the first one.
     """
     tensors = (*task.named_parameters(), *task.named_buffers())
     lazy = next((each for each, tensor in tensors if is_lazy(tensor)), None)
-    if lazy is not None and name != "single":
+    if lazy is not None:
         raise StrategyError(
-            f"{lazy!r} of {type(task).__name__} has no shape yet, because its module is lazy; strategy"
-            f" {name!r} needs all shapes before it begins. Give the module its sizes, or call the task with"
-            " one batch's inputs before the run"
+            f"{lazy!r} of {type(task).__name__} has no shape yet, because its module is lazy, and a run needs"
+            " all shapes before it begins. Give the module its sizes, or call the task with one batch's"
+            " inputs before the run"
         )
     if not meta:
         empty = next((each for each, tensor in task.named_parameters() if tensor.is_meta), None)

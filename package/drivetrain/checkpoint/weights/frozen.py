@@ -84,10 +84,9 @@ def frozen_of(reader: Reader) -> Json:
 def _fingerprint(parameter: Tensor) -> Json:
     values: Any = parameter.data
     has_bytes = type(values) is Tensor and not values.is_meta and values.layout == torch.strided
-    has_bytes = has_bytes and not is_lazy(parameter)
     return {
         "dtype": str(parameter.dtype).removeprefix("torch."),
-        "shape": [] if is_lazy(parameter) else list(parameter.shape),
+        "shape": list(parameter.shape),
         "xxh3_128": xxhash.xxh3_128_hexdigest(bytes_of(values.cpu().contiguous())) if has_bytes else None,
     }
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from drivetrain.core.calendar import Calendar
@@ -134,7 +133,9 @@ def _check_factors(config: OptimizerConfig, setting: str, count: int) -> None:
 def check_parameters(optimizer: Optimizer) -> None:
     """Check that torch can step an optimizer on its parameters, as they are sharded and lie in memory."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
-    parameters = [each for group in optimizer.param_groups for each in group["params"] if _has_values(each)]
+    parameters = [
+        each for group in optimizer.param_groups for each in group["params"] if not hasattr(each, "ds_shape")
+    ]
     for each in parameters:
         if any(step == 0 and size > 1 for size, step in zip(each.shape, each.stride(), strict=True)):
             raise ConfigError(
@@ -151,11 +152,6 @@ def check_parameters(optimizer: Optimizer) -> None:
             " parameters: its step has operations that torch lacks for shards. Use strategy 'ddp', or"
             " under 'fsdp' another optimizer, such as 'adamw' or 'muon'"
         )
-
-
-def _has_values(parameter: Tensor) -> bool:
-    # ZeRO leaves only the shapes of what it has sharded.
-    return not (is_lazy(parameter) or hasattr(parameter, "ds_shape"))
 
 
 def check_gradients(may_unfuse: bool, optimizer: Optimizer, *_: Any) -> None:
@@ -226,7 +222,7 @@ def _fused(config: OptimizerConfig, module: nn.Module, parameters: Sequence[Tens
     # Fused Adagrad exists on fewer devices than the others, and no fused kernel takes sparse gradients.
     if factory is torch.optim.Adagrad or is_dampened(config) or conflicting or obstacle:
         return None
-    if not all(is_lazy(each) or _is_dense(each) for each in parameters):
+    if not all(map(_is_dense, parameters)):
         return None
     return True if set(parameters).isdisjoint(embedding_parameters(module, sparse=True)) else None
 

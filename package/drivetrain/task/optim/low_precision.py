@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError
@@ -79,13 +78,12 @@ class WeightUpdates:
         Args:
             module: The module to train, on its training device.
         """
-        found = [] if self._kind == "nearest" else list(_trained_weights(module))
-        weights = [each for each in found if not is_lazy(each[2])]  # lazy ones have no values to copy yet
+        weights = [] if self._kind == "nearest" else list(_trained_weights(module))
         copies = {own: _like(own, own.detach().float()) for own in dict.fromkeys(own for *_, own in weights)}
         try:
             for owner, name, own in weights:
                 owner._parameters[name] = copies[own]
-            yield functools.partial(self._finish, copies) if found else lambda optimizer: optimizer
+            yield functools.partial(self._finish, copies) if weights else lambda optimizer: optimizer
         finally:
             for owner, name, own in weights:
                 owner._parameters[name] = own

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from drivetrain.checkpoint.saving.config import chosen_policies
@@ -53,8 +52,6 @@ def checkpoint_size(settings: RunSettings, task: TaskModule, built: Built) -> in
     The files' headers, and the states of callbacks and of the data, are not counted.
     """
     policy = next(iter(chosen_policies(settings.checkpoint)), None)
-    if any(is_lazy(each) for each in task.parameters()):
-        return None
     left_out = info_of(task).left_out if policy is None or policy.parameters != "all" else None
     if policy is not None and policy.parameters == "trainable":
         left_out = [name for name, each in task.named_parameters() if not each.requires_grad]

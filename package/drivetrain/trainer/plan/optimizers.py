@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from drivetrain.core.calendar import RunLength
 from drivetrain.core.intervals import Every
@@ -98,9 +97,8 @@ def _of_parts(tensor: Any, empty: Callable[[Tensor], Tensor]) -> Tensor:
 class Built:
     """The optimizers of the run, made on copies of the parameters without values.
 
-    If that is impossible (a lazy parameter, a factory that reads weights or insists on fused kernels), they
-    are made on the parameters themselves, which does not change these. The size of their state is then
-    unknown.
+    If that is impossible (a factory that reads weights or insists on fused kernels), they are made on the
+    parameters themselves, which does not change these. The size of their state is then unknown.
 
     Attributes:
         module: The copy of the task, or the task itself.
@@ -168,7 +166,7 @@ class Built:
         """
         sizes: dict[str, int | None] = dict.fromkeys(("parameters", "gradients", "optimizer"))
         parameters = list(self.module.parameters())
-        if memory is None or any(is_lazy(each) for each in parameters):
+        if memory is None:
             return sizes
 
         def part(of: str, parameter: Tensor, elements: int) -> int:

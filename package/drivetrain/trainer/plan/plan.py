@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
@@ -25,6 +24,7 @@ from drivetrain.data import evaluation_sources
 from drivetrain.run.settings import RunSettings, known_accumulation, scheduled_numbers
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import Memory
+from drivetrain.strategies.checks import check_values
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.base import Precision
@@ -310,6 +310,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             size = evaluation_batch_size(settings)
             evaluation_sources(validation_data, "validation", settings.seed, batch_size=size)
         with known_fit(task, length), modify_task(settings.callbacks, task):
+            check_values(task, strategy.name, meta=True)
             built = Built(settings, task, length)
             train_loaded(task)
             use, example = _use(settings, strategy, built, task, train_data, length)
@@ -321,7 +322,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
         resume_points = [
             firings(Trigger(each, length.calendar), epoch, length) for each in save_every or (None,)
         ]
-        parameters = [each for each in built.module.parameters() if not is_lazy(each)]
+        parameters = list(built.module.parameters())
         plan = Plan(
             task=type(task).__name__,
             steps=length.steps,
