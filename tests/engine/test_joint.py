@@ -95,11 +95,22 @@ def test_one_loss_for_several_optimizers_is_the_same_on_ranks() -> None:
             torch.testing.assert_close(each, by_hand(0.1), rtol=0, atol=1e-6)
 
 
-def test_refusals_of_one_loss_for_several_optimizers() -> None:
+def test_refusals_of_several_optimizers() -> None:
     twice = {"head": OptimizerConfig("sgd"), "all": OptimizerConfig("sgd", parameters="*")}
     both = type("Both", (Ranking,), {"configure_optimizers": lambda self: twice})
+
+    def in_turns(self: Any, batch: Any) -> Any:
+        yield "table", self.loss(self(batch["i"]), batch)
+
+    functions = {name: lambda parameters: torch.optim.SGD(parameters, lr=0.1) for name in ("table", "head")}
+    members = {"configure_optimizers": lambda self: functions, "training_step": in_turns}
+    all_by_each = type("AllByEach", (Ranking,), members)
+    closure = {"configure_optimizers": lambda self: torch.optim.LBFGS}
+    evaluates = type("Evaluates", (Ranking,), closure)
     cases: dict[str, tuple[Any, ...]] = {
         "its own norm": (lambda: fit(Ranking(max_grad_norm=1.0)), "'head'", "give the limit to the Trainer"),
-        "a parameter twice": (lambda: fit(both()), "'head.weight'", "updated twice"),
+        "a parameter twice": (lambda: fit(both()), "'head.weight'", "one optimizer"),
+        "functions": (lambda: fit(all_by_each()), "'table.weight'", "such as self.head.parameters()"),
+        "a closure": (lambda: fit(evaluates()), "'lbfgs'", "closure"),
     }
     assert_refused(ConfigError, cases)

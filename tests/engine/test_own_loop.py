@@ -289,7 +289,10 @@ def test_several_modules_and_optimizers_are_saved_by_name(tmp_path: Path) -> Non
 def test_refusals_of_save_and_load_leave_nothing_behind(tmp_path: Path) -> None:
     path, network_there, engine = str(tmp_path / "saved"), str(tmp_path / "network"), Engine("cpu")
     alone = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    shared = nn.Linear(1, 1)
+    two = {"model": shared, "optimizer": {each: sgd(shared.parameters()) for each in "ab"}}
     cases: dict[str, tuple[Any, ...]] = {
+        "a parameter twice": (lambda: engine.save(path, **two), "'a' and 'b' both have 'weight'"),
         "optimizer alone": (lambda: engine.save(path, optimizer=alone), "give the model too"),
         "unknown object": (lambda: engine.save(path, thing=object()), "thing"),
     }

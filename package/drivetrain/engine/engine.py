@@ -45,7 +45,7 @@ from drivetrain.engine.updater import (
     JointOptimizer,
     Updater,
     build_updaters,
-    check_joint,
+    check_several,
     configured_specs,
     is_interleaved,
     joint_updater,
@@ -227,8 +227,7 @@ class Engine:
         self.optimizer = joint_updater([*self.updaters.values()], max_grad_norm)
         self.splitter = None if micro_batch is None else MicroBatches(micro_batch, self, show)
         self._optimize = self._chosen_optimize()
-        if self._optimize is None:
-            check_joint(task, [*self.updaters.values()], max_grad_norm)
+        check_several(task, [*self.updaters.values()], max_grad_norm, joint=self._optimize is None)
         self._choose_step()
 
     def _transform(self, model: nn.Module, again: RecomputeOption) -> None:

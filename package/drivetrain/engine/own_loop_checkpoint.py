@@ -31,7 +31,14 @@ def optimizer_state(
     names = parameter_names(module)
     tensors: dict[str, Tensor] = {}
     meta: dict[str, Any] = {}
+    owners: dict[Any, str] = {}
     for name, optimizer in optimizers.items():
+        for each in (each for group in optimizer.param_groups for each in group["params"]):
+            if (other := owners.setdefault(each, name)) != name:
+                raise CheckpointError(
+                    f"the optimizers {other!r} and {name!r} both have {names.get(each)!r}, and a checkpoint"
+                    " has one state for a parameter: give each parameter to one optimizer"
+                )
         own, meta[name] = state_by_name(optimizer, names)
         tensors.update(own)
     return tensors, meta

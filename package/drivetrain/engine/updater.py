@@ -35,7 +35,7 @@ from drivetrain.task.optim.build import (
     schedule_lengths,
     scheduled_settings,
 )
-from drivetrain.task.optim.config import OptimizerConfig
+from drivetrain.task.optim.config import OptimizerConfig, refuse_closure
 from drivetrain.task.optim.given import (
     apply_changes,
     changes,
@@ -306,8 +306,10 @@ def joint_updater(updaters: Sequence[Updater], max_grad_norm: float | None) -> U
     return joint
 
 
-def check_joint(task: nn.Module, updaters: Sequence[Updater], max_grad_norm: float | None) -> None:
-    """Check that one loss can train by all of these optimizers together.
+def check_several(
+    task: nn.Module, updaters: Sequence[Updater], max_grad_norm: float | None, joint: bool
+) -> None:
+    """Check that each parameter has one optimizer, and that one loss can train by all of them if it is joint.
 
     Raises:
         ConfigError: Two of them have the same parameter, or one has a clipping of its own.
@@ -315,7 +317,7 @@ def check_joint(task: nn.Module, updaters: Sequence[Updater], max_grad_norm: flo
     owners: dict[Tensor, str] = {}
     names: dict[Any, str] = parameter_names_of(task)
     for each in updaters if len(updaters) > 1 else ():
-        if each.max_grad_norm != max_grad_norm:
+        if joint and each.max_grad_norm != max_grad_norm:
             raise ConfigError(
                 f"optimizer {each.name!r} has max_grad_norm={each.max_grad_norm}, and one loss trains by all"
                 " optimizers together, so the gradient is clipped by its global norm: give the limit to the"
@@ -325,9 +327,9 @@ def check_joint(task: nn.Module, updaters: Sequence[Updater], max_grad_norm: flo
             if (other := owners.setdefault(parameter, each.name)) != each.name:
                 raise ConfigError(
                     f"the optimizers {other!r} and {each.name!r} both have"
-                    f" {names.get(parameter, 'a parameter')!r}, and one loss trains by all"
-                    " optimizers together: it would be updated twice in each step. Give it to one of them,"
-                    " by OptimizerConfig(parameters=...)"
+                    f" {names.get(parameter, 'a parameter')!r}, and a parameter has one optimizer. Give it"
+                    " to one of them, by OptimizerConfig(parameters=...). A function is given all trained"
+                    f" parameters: let it take its own, such as self.{each.name}.parameters()"
                 )
 
 
@@ -438,6 +440,7 @@ def build_updaters(
             optimizer, scheduler = made_by(spec, task, weight_updates)
             titles = group_titles(task, optimizer)
             updaters[name] = Updater(name, optimizer, None, scheduler, max_grad_norm, titles)
+        refuse_closure(optimizer)
         if has_modes(optimizer):
             optimizer.train()  # type: ignore[attr-defined]
         updaters[name].note_given(spec if isinstance(spec, OptimizerConfig) else None)

@@ -221,14 +221,22 @@ def optimizer_title(config: OptimizerConfig) -> str:
     return f"the optimizer {name if isinstance(name, str) else getattr(name, '__qualname__', repr(name))!r}"
 
 
+def refuse_closure(optimizer: Any) -> None:
+    """Refuse an optimizer, or its class, whose step needs a closure that evaluates the loss."""
+    step = getattr(optimizer, "step", None)
+    closure = inspect.signature(step).parameters.get("closure") if step is not None else None
+    if closure is not None and closure.default is closure.empty:
+        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+        raise ConfigError(
+            f"the optimizer {kind.__name__.lower()!r} cannot be used here: it evaluates the loss many times"
+            " per step through a closure, and accumulation, loss scaling and clipping do not allow that."
+            " Write a loop of torch's own for it"
+        )
+
+
 def _check_optimizer(config: OptimizerConfig) -> None:
     name = config.name
-    if name in ("lbfgs", torch.optim.LBFGS):
-        raise ConfigError(
-            "the optimizer 'lbfgs' cannot be used here: it evaluates the loss many times per step through "
-            "a closure, and accumulation, loss scaling and clipping do not allow that. Write your own loop "
-            "for it"
-        )
+    refuse_closure(torch.optim.LBFGS if name == "lbfgs" else name)
     if isinstance(name, Optimizer):
         raise ConfigError(
             f"OptimizerConfig takes an optimizer's name or class, not a finished {type(name).__name__}: it "
