@@ -264,10 +264,14 @@ def kept(*ignored: str) -> tuple[dict[str, str], float]:
 
     def look(run: Any) -> None:
         kinds.update({name: type(each).__name__ for name, each in run.task.named_parameters()})
+        assert run.task.line.weight.no_decay  # what a program sets on a parameter is on its shard
 
     task = Scaled()
+    weight: Any = task.line.weight
+    weight.no_decay = True
     options = {"max_grad_norm": 0.1, "callbacks": [LambdaCallback(on_step_end=look)]}
     quiet(max_epochs=1, strategy=fsdp(2, ignored=ignored), devices=2, **options).fit(task, pairs())
+    assert vars(task.line.weight) == {"no_decay": True}
     return kinds, task.scale.item()
 
 
@@ -294,12 +298,20 @@ def test_optimizers_that_torch_cannot_step_on_shards_are_refused_by_name() -> No
 
 def test_a_task_that_cannot_be_sharded_is_refused_by_name() -> None:
     def refused() -> None:
-        dtypes, listed = Regression(), Regression()
-        dtypes.extra = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        listed, hooked, accumulated = Regression(), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
         listed.line.held = {"weights": [listed.line.weight]}  # type: ignore[assignment]
         listed.recurrent = nn.LSTM(1, 4)  # torch keeps its list of weights current
-        both = r"complex64 \('extra'\) and float32 \('line.weight'\).*ignored="
-        for task, match in ((dtypes, both), (listed, r"'line.held' of Regression is a dict .*ParameterList")):
+        hooked.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
+        accumulated.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
+        for extra, match in (
+            (None, r"'line.held' of Regression is a dict .*ParameterList"),
+            (hooked, "'extra' has hooks.*on_before_optimizer_step"),
+            (accumulated, "'extra' has hooks"),
+            (nn.Parameter(torch.ones(4, 4)[:, :2]), r"'extra' has strides \(4, 1\)"),
+            (nn.Parameter(torch.ones(4) * 1j), r"complex64 \('extra'\) and float32 .*ignored="),
+        ):
+            task = listed if extra is None else Regression()
+            task.extra = extra
             strategy = fsdp(2)
             strategy.setup()
             try:

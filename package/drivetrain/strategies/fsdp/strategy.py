@@ -230,6 +230,7 @@ class FSDP(Strategy):
         with _disable_current_modes():  # torch reads its meshes, and a plan's tensors have no values
             self._shard(module, precision, values, whole, plan)
         check_replaced(task, parameters, self.name)
+        before.mark()
         of_shards = torch.device("cpu") if self.config.cpu_offload else self.device
         read_stored(module, task, self.device, of_shards)
         self._kept, self._has_run = parameters_named(task, whole), False
@@ -448,7 +449,7 @@ def _clip_by_global_norm(
 
 
 def _check_parts(task: nn.Module, parts: Sequence[nn.Module], whole: frozenset[str]) -> None:
-    """Check that the trained parameters of each part that is gathered at once have one dtype, as torch needs.
+    """Check that torch can shard the parameters, and that each part's trained ones have one dtype.
 
     Args:
         task: The task.
@@ -456,9 +457,20 @@ def _check_parts(task: nn.Module, parts: Sequence[nn.Module], whole: frozenset[s
         whole: Names of the parameters that are not sharded.
 
     Raises:
-        StrategyError: They have several; names one parameter of each.
+        StrategyError: They have several; or a parameter has hooks, or is not contiguous. Names them.
     """
     names = {each: name for name, each in task.named_parameters() if name not in whole}
+    for each, name in names.items():
+        if each._backward_hooks or each._post_accumulate_grad_hooks:
+            raise StrategyError(
+                f"the parameter {name!r} has hooks, which its shards would not have: change gradients in a"
+                " callback's on_before_optimizer_step, or use strategy 'ddp'"
+            )
+        if not each.is_contiguous():
+            raise StrategyError(
+                f"the parameter {name!r} has strides {each.stride()}, and torch shards contiguous parameters"
+                " only: make it by nn.Parameter(values.contiguous()), or name it in FSDPConfig(ignored=...)"
+            )
     for part in parts:
         found = [each for each in part.parameters() if names.get(each) is not None and each.requires_grad]
         check_dtypes(

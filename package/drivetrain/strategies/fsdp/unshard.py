@@ -21,6 +21,13 @@ class OriginalModules:
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = [(each, type(each), HookSnapshot(each)) for each in module.modules()]
+        plain = ((name, each) for name, each in module.named_parameters() if type(each) is nn.Parameter)
+        self._marks = {name: dict(vars(each)) for name, each in plain}
+
+    def mark(self) -> None:
+        """Give the parameters what a program has set on the original ones, such as `no_decay`."""
+        for name, each in self._modules[0][0].named_parameters():
+            vars(each).update(self._marks.get(name, {}))
 
     def restore(self) -> None:
         """Gather the parameters in the host's memory, one at a time, and remove what torch has added.
@@ -46,6 +53,7 @@ class OriginalModules:
             if type(module) is not kind and isinstance(module, FSDPModule):
                 module.__class__ = kind  # type: ignore[assignment]
         root.to("cpu")
+        self.mark()
 
 
 def _gathered(parameter: nn.Parameter, whole: dict[int, nn.Parameter]) -> nn.Parameter:
