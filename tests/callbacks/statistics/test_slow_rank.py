@@ -44,11 +44,13 @@ def measured(strategy: str, where: str, others: float, at: Path) -> tuple[list[d
     def wait(run: Any) -> None:
         Slow.seconds += 1e6 * run.engine.ranks.rank
 
-    acts = LambdaCallback(on_step_start=spend, on_step_end=end, on_checkpoint_saved=wait)
+    first = LambdaCallback(on_checkpoint_saved=wait)
+    acts = LambdaCallback(on_step_start=spend, on_step_end=end)
     note = LambdaCallback(on_log=lambda run: points.append({**run.logged, "told": len(told)}))
     with heard() as told:
         saves = {"run_dir": at, "checkpoint": CheckpointConfig(every="11 steps")}
-        options = {"validate_every": "4 steps", "callbacks": [acts, SlowRank(log_points=3), note], **saves}
+        callbacks = [first, SlowRank(log_points=3), acts, note]
+        options = {"validate_every": "4 steps", "callbacks": callbacks, **saves}
         trainer = quiet(strategy=strategy, devices=2, max_steps=12, log_every=3, **options)
         for _ in trainer.steps(Slow(), pairs(40), pairs(4)):
             Slow.seconds += 200.0 if where == "body" and torch.distributed.get_rank() == 1 else 0.0

@@ -142,7 +142,7 @@ class SlowRank(Callback):
         if self._handles and self._met is not None:
             self._met = _now(self._on_gpu)
 
-    on_evaluation_end = on_checkpoint_saved = _meet
+    on_checkpoint_saved = _meet
 
     def _stop(self, run: Run) -> None:
         for each in self._handles:
