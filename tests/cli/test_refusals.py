@@ -79,11 +79,13 @@ def test_mistakes_in_a_configuration_file(tmp_path):
 def test_mistakes_in_the_options_of_launch():
     launches = {
         "--devices two": "--devices takes a number of processes or 'auto', not 'two'",
-        "--nodes 2": "--nodes 2 needs --address HOST of the first machine and --node-rank",
+        "--nodes 2 --address a": "--nodes 2 needs --address HOST of the first machine and --node-rank",
         "--nodes 2 --address a --node-rank 2": "--node-rank must be from 0 to 1, not 2",
         "--rendezvous a:1 --nodes 1:4": "all processes restart when a machine joins or leaves",
         "--rendezvous a:1 --nodes 3:1": "--nodes takes a number of machines, or MIN:MAX such as 1:4, not",
-        "--rendezvous a:99999": "--rendezvous a:99999: a port is a number from 1 to 65535",
+        "--rendezvous a:1 --nodes x": "--nodes takes a number of machines, or MIN:MAX such as 1:4, not 'x'",
+        "--rendezvous a:0": "--rendezvous a:0: a port is a number from 1 to 65535",
+        "--nodes 2 --node-rank 0 --address a:65536": "--address a:65536: a port is a number from 1 to 65535",
         "--rendezvous a:1 --node-rank 0": "leave out --address and --node-rank",
         "": "no file 'program.py'; for a module, write -m",
         "--nproc-per-node=2": "Here it is called '--devices'",

@@ -44,10 +44,10 @@ def test_the_second_process_with_a_number_is_refused_and_one_that_has_ended_is_r
         store.set("drivetrain/here/1", f"{socket.gethostname()} process 4194305")  # above the largest number
         second = Meeting(1, 3, "127.0.0.1", 1, each=each)
         second._claim(store)
-        store.set("drivetrain/here/1", "other process 7")
-        with pytest.raises(StrategyError, match=rf"{each} 1 of 3 is there twice: other process 7.*{option}"):
+        store.set("drivetrain/here/1", "other process 4194305")
+        with pytest.raises(StrategyError, match=rf"{each} 1 of 3 is there twice: other process 4.*{option}"):
             second._claim(store)
-        assert store.get("drivetrain/here/1") == b"other process 7", "the first one goes on"
+        assert store.get("drivetrain/here/1") == b"other process 4194305", "the first one goes on"
 
 
 def test_a_group_of_gpus_is_left_to_the_interpreter_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
