@@ -41,7 +41,7 @@ _REFUSAL = re.compile(r"(^|: )(drivetrain\.core\.errors\.)?(ConfigError|MissingD
 """Errors of the configuration: another attempt would raise them again."""
 
 _CLOSING = 60.0
-"""Seconds that the last attempt's rendezvous may stay open and refuse the next attempt."""
+"""Seconds in which the next attempt may meet the end of the last one's rendezvous, and tries again."""
 
 _PORT = 29500
 """The default port of the first machine, as in torchrun."""

@@ -12,9 +12,12 @@ import pytest
 import torch
 from tests.distributed.running import FSDP_YAML, LIMIT, PROGRAMS, run
 from tests.support.forked import Forked, undisturbed
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from drivetrain.core.registry import is_installed
+from drivetrain.distributed.failure.heartbeat import DIED
 from drivetrain.distributed.failure.last_words import record
+from drivetrain.distributed.launch import torchrun
 from drivetrain.distributed.sockets import reserved_port
 
 pytestmark = [
@@ -76,6 +79,14 @@ def test_the_error_of_a_rank_that_ends_because_of_another_is_no_root_cause_of_to
     assert later > time
     assert "ValueError: later" in consequence
     assert "ValueError: first" in first
+
+
+def test_the_launcher_says_how_a_rank_ended_that_was_only_gone_for_the_others(tmp_path: Path) -> None:
+    told = {"message": {"message": f"RankFailure: rank 1 failed first: {DIED}; rank 0 was in its step"}}
+    (tmp_path / "error.json").write_text(json.dumps(told), encoding="utf-8")
+    error = ChildFailedError("program", {1: ProcessFailure(1, 7, -11, "")})
+    text = torchrun._failure(error, tmp_path, "")["text"]
+    assert text == "rank 1 failed first: it was killed by SIGSEGV; rank 0 was in its step"
 
 
 @pytest.mark.nightly

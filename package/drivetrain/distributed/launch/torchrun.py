@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from drivetrain.core.errors import EXIT_REQUEUE, EXIT_STOPPED, DrivetrainError
+from drivetrain.distributed.failure.heartbeat import DIED
 from drivetrain.distributed.launch.children import (
     FAILURE,
     FORWARDED,
@@ -114,6 +115,8 @@ def _failure(error: BaseException, logs: Path, endpoint: str) -> dict[str, Any]:
         rank, failure = error.get_first_failure()
         own = f"rank {rank} failed first: it {ending(failure.exitcode)}"
         text = first_cause(logs.rglob("error.json")) or own
+        if text.startswith(f"rank {rank} "):
+            text = text.replace(DIED, f"it {ending(failure.exitcode)}")  # which other ranks cannot see
         return {"rank": rank, "code": failure.exitcode, "text": text, "closed": False, "began": True}
     text = f"torchrun failed: {error!r}"
     if isinstance(error, RendezvousTimeoutError):
