@@ -46,14 +46,13 @@ def test_a_failed_fork_is_told_and_the_program_can_fork_ranks_again() -> None:
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setenv("RANK", "0")
-        patch.setenv("WORLD_SIZE", "2")
-        assert_refused(StrategyError, {"a rank": (lambda: fork_ranks(int, 2), "one of 2 already")})
-    with monkeypatch.context() as patch:
-        patch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
-        wanted = "daemonic, as a worker of multiprocessing.Pool", "ProcessPoolExecutor"
-        assert_refused(StrategyError, {"a worker": (lambda: fork_ranks(int, 2), *wanted)})
+    def refused(*words: str) -> None:
+        assert_refused(StrategyError, {words[0]: (lambda: fork_ranks(int, 2), *words)})
+
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    refused("daemonic, as a worker of multiprocessing.Pool", "ProcessPoolExecutor")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    wanted = ("CUDA is in use", "start it as a script")
-    assert_refused(StrategyError, {"CUDA": (lambda: fork_ranks(int, 2), *wanted)})
+    refused("CUDA is in use", "start it as a script")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    refused("one of 2 already")

@@ -111,9 +111,8 @@ def lines_of(page: str, text: str, options: str) -> list[str]:  # with these opt
 def test_a_failure_before_the_others_connected_ends_all_machines(page: str, text: str, fails: str) -> None:
     with two_machines() as machines:
         lines = lines_of(page, text, "--devices 1 --max-restarts 1")
-        both = ended(
-            [each.start(f"{line} fails={fails}") for each, line in zip(machines, lines, strict=True)]
-        )
+        started = [each.start(f"{line} fails={fails}") for each, line in zip(machines, lines, strict=True)]
+        both = ended(started)
     rank = r"rank \d" if text == MEETING[1] else f"rank {int(fails == 'second-host')}"
     for code, _, errors in both:
         assert code == 1, both
@@ -135,10 +134,8 @@ def test_a_port_that_is_in_use_ends_the_job_without_a_restart() -> None:
 @pytest.mark.parametrize(("page", "text"), [NUMBERED, MEETING])
 def test_a_machine_that_is_gone_without_a_word_is_noticed(page: str, text: str) -> None:
     with two_machines() as machines:
-        jobs = [
-            each.start(f"{line} saved")
-            for each, line in zip(machines, lines_of(page, text, "--devices 1"), strict=True)
-        ]
+        lines = lines_of(page, text, "--devices 1")
+        jobs = [each.start(f"{line} saved") for each, line in zip(machines, lines, strict=True)]
         until(jobs[0], Path("steps"), 3, world_size=2)
         machines[0].do("ip link set $(ip -o link | grep -o 'dt[0-9]*[ab]') down")
         both = ended(jobs)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -98,16 +97,9 @@ def test_a_program_that_cannot_be_run_again_is_told_so(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)  # none under xdist
     monkeypatch.setattr(sys, "argv", ["-"])
     told = ("devices=2 needs 2 processes, but this program cannot be run again", "standard input")
-    cases: dict[str, Any] = {
-        "standard input": (lambda: ensure_ranks(2), *told, "then fork the process; Train")
-    }
-    cases["machines"] = (
-        lambda: ensure_ranks(4, 2),
-        "needs a launcher",
-        "drivetrain launch --nodes 2",
-        "srun",
-    )
-    assert_refused(StrategyError, cases)
+    forks = (lambda: ensure_ranks(2)), *told, "then fork the process; Train"
+    launcher = (lambda: ensure_ranks(4, 2)), "needs a launcher", "drivetrain launch --nodes 2", "srun"
+    assert_refused(StrategyError, {"standard input": forks, "machines": launcher})
     assert ensure_ranks(1).world_size == 1
 
 

@@ -29,9 +29,8 @@ def test_a_rank_that_has_ended_is_named_with_what_to_do() -> None:
         "if rank == 1: begins()": ("rank 0 has ended", "rank 1 failed: it ended"),
         "if rank == 0: begins()\nend_at_once()": ("rank 1 ended with exit code 0", "RankFailure"),
     }
-    for after, ended in run_all(
-        "ranks.py", {after: {"then": f"begins()\n{after}"} for after in cases}
-    ).items():
+    programs = {after: {"then": f"begins()\n{after}"} for after in cases}
+    for after, ended in run_all("ranks.py", programs).items():
         told, last = cases[after]
         assert ended.code == 1, after
         assert any(ADVICE in each and re.search(told, each) for each in ended.errors), ended.errors
