@@ -107,7 +107,7 @@ class MicroBatches:
         self._attempted = []
         applied, norm = False, None
         if learns:
-            if self._ranks.size > 1:
+            if engine.strategy.world_size > 1:
                 engine.strategy.synchronize(engine.parameters)
             applied, norm = engine.update(engine.optimizer, step_values, engine.parameters)
         self._log_size()

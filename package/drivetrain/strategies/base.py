@@ -147,19 +147,19 @@ class Memory(NamedTuple):
     """The memory of one rank in a step: the part of the task that it keeps, from which a plan computes bytes.
 
     Attributes:
-        fractions: For each divided parameter, the share of its elements that a process keeps.
+        share: The share of the divided parts that a process keeps.
         divided: What is divided over the processes: any of "parameters", "gradients" and "optimizer" (its
             state).
-        gathered: Bytes of weights and gradients that are whole for a while, such as those of a block in use,
-            if a plan cannot run the strategy on ranks without processes.
+        gathered: Bytes of weights and gradients that are whole for a while, such as those of a block in use;
+            None if unknown.
         offloaded: Which of these three are kept in the host's memory.
         forward_dtype: The dtype of the weights in a forward; None means the dtype in which they are stored.
         copies: Whether the weights are stored in `forward_dtype`, and the optimizer has float32 copies.
     """
 
-    fractions: Mapping[Tensor, float] = {}
+    share: float = 1.0
     divided: frozenset[str] = frozenset({"parameters", "gradients", "optimizer"})
-    gathered: int = 0
+    gathered: int | None = None
     offloaded: frozenset[str] = frozenset()
     forward_dtype: torch.dtype | None = None
     copies: bool = False

@@ -11,6 +11,7 @@ from drivetrain.core.intervals import Interval
 from drivetrain.core.notebook.output import in_notebook
 from drivetrain.core.synonyms import missing
 from drivetrain.core.validation import by_name
+from drivetrain.distributed.processes import rank
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.task import TaskModule
 
@@ -314,7 +315,7 @@ class Trainer(RunSettings):
         from drivetrain.trainer.plan.plan import make_plan
 
         plan = make_plan(self, task, train_data, validation_data)
-        if not in_notebook():
+        if rank() == 0 and not in_notebook():
             print(plan)
         return plan
 

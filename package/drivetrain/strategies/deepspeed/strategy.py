@@ -161,12 +161,12 @@ class DeepSpeed(Strategy):
         width = (precision.compute_dtype or torch.float32).itemsize
         live = zero.get("stage3_max_live_parameters", 10**9) if self.sharded else 0
         bucket = zero.get("reduce_bucket_size", 5 * 10**8) if self.config.stage else 0
-        limits = (int(each) if isinstance(each, (int, float)) else elements for each in (live, bucket))
+        live, bucket = (each if isinstance(each, (int, float)) else elements for each in (live, bucket))
         offloaded = ["optimizer", "gradients"] if self.config.offload_optimizer else []
         return Memory(
-            dict.fromkeys(task.parameters(), 1 / self.world_size),
+            1 / self.world_size,
             frozenset(parts),
-            gathered=sum(min(each, elements) * width for each in limits),
+            gathered=int(min(live, elements) + bucket) * width,  # the bucket is made in its full size
             offloaded=frozenset(offloaded + ["parameters"] * bool(self.config.offload_parameters)),
             forward_dtype=precision.compute_dtype,
             copies=precision.compute_dtype is not None,

@@ -39,7 +39,6 @@ from drivetrain.strategies.checks import (
 )
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.fsdp.context_parallel import SCALARS_ONLY, ContextParallel, context_group
-from drivetrain.strategies.fsdp.memory import sharded_memory
 from drivetrain.strategies.fsdp.tensor_parallel import (
     ParallelModule,
     SameOutputs,
@@ -364,8 +363,12 @@ class FSDP(Strategy):
         return {"shard": size}
 
     def memory(self, task: nn.Module, precision: Precision, local_size: int) -> Memory:
-        """Return the shards of a process."""
-        return sharded_memory(task, self.config, precision, self.shards(local_size))
+        """Return what is in the host's memory, and the dtype of a forward."""
+        stored = precision.param_dtype or next((each.dtype for each in task.parameters()), torch.float32)
+        return Memory(
+            offloaded=Memory().divided if self.config.cpu_offload else frozenset(),
+            forward_dtype=None if precision.compute_dtype == stored else precision.compute_dtype,
+        )
 
     def shards(self, local_size: int) -> int:
         """Return the number of processes that shard the model, with so many on a machine."""

@@ -14,7 +14,7 @@ from drivetrain.checkpoint.saving.config import chosen_policies, rankings
 from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS, newest_first
 from drivetrain.checkpoint.storage.filesystem import StorageError
 from drivetrain.checkpoint.storage.schemes import file_system
-from drivetrain.core.calendar import RunLength
+from drivetrain.core.calendar import RunLength, Trigger
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.int_schedule import most
 from drivetrain.core.intervals import Every
@@ -31,26 +31,46 @@ from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.task import TARGETS, TaskModule, measure_of, train_loaded
 from drivetrain.trainer.assembly import every, given_run_dir
 from drivetrain.trainer.checkpoints import checkpoint_root
-from drivetrain.trainer.plan.counts import Epoch, Firings
+from drivetrain.trainer.plan.counts import Epoch, Firings, firings
 from drivetrain.trainer.plan.optimizers import Built
 
 _ENDLESS = frozenset({"constant", "constant_with_warmup", "inverse_sqrt", "reduce_on_plateau"})
 
 
-def length_conflicts(settings: RunSettings, epoch: Epoch, length: RunLength) -> Iterator[str]:
+def conflicts(
+    settings: RunSettings,
+    task: TaskModule,
+    strategy: Strategy,
+    epoch: Epoch,
+    length: RunLength,
+    built: Built,
+    points: Mapping[str, Firings],
+    example: Any,
+) -> Iterator[str]:
+    """Yield all conflicts.
+
+    Args:
+        points: When the run validates and logs.
+        example: A micro-batch of the data, or None.
+    """
+    yield from _of_length(settings, epoch, length)
+    yield from _of_schedules(built, length)
+    yield from _of_intervals(settings, epoch, length, points)
+    yield from _of_validation(settings, task, built, points["validation"])
+    yield from _of_modules(task, epoch, built)
+    yield from _of_labels(task, example)
+    yield from _of_place(settings, strategy, task)
+    yield from _of_gathering(strategy, task)
+
+
+def _of_length(settings: RunSettings, epoch: Epoch, length: RunLength) -> Iterator[str]:
     calendar, max_epochs, max_steps = length.calendar, settings.max_epochs, settings.max_steps
     if calendar.length is not None and max_epochs is not None and max_steps is not None:
         allowed = calendar.step_of(Every(max_epochs, "epochs"))
-        if max_steps > allowed:
-            yield (
-                f"max_steps={max_steps} is not reached: max_epochs={max_epochs} ends the run after "
-                f"{allowed} steps. Give one of them"
-            )
-        elif max_steps < allowed:
-            yield (
-                f"max_epochs={max_epochs} is not reached: max_steps={max_steps} ends the run in its epoch "
-                f"{calendar.after(max_steps - 1).epoch + 1}. Give one of them"
-            )
+        if max_steps != allowed:
+            given = [f"max_steps={max_steps}", f"max_epochs={max_epochs}"]
+            late, early = given if max_steps > allowed else given[::-1]
+            yield f"{late} is not reached: {early} ends the run after {length.steps} steps. Give one of them"
     accumulation = most(known_accumulation(settings))
     if epoch.batches is not None and accumulation > epoch.batches:
         yield (
@@ -60,7 +80,7 @@ def length_conflicts(settings: RunSettings, epoch: Epoch, length: RunLength) -> 
         )
 
 
-def schedule_conflicts(built: Built, length: RunLength) -> Iterator[str]:
+def _of_schedules(built: Built, length: RunLength) -> Iterator[str]:
     yield from long_warmups(built.updaters, length.calendar.whole)
     for updater in built.updaters.values():
         if updater.torch_schedule is not None:
@@ -83,31 +103,28 @@ def schedule_conflicts(built: Built, length: RunLength) -> Iterator[str]:
         )
 
 
-def interval_conflicts(
-    settings: RunSettings,
-    steps: int | None,
-    validation: Firings,
-    logging: Firings,
-    resume_points: Sequence[Firings],
+def _of_intervals(
+    settings: RunSettings, epoch: Epoch, length: RunLength, points: Mapping[str, Firings]
 ) -> Iterator[str]:
     # The default policy also saves at the end; nobody chose its interval.
-    asked = resume_points if chosen_policies(settings.checkpoint) else ()
-    for name, points, instead in (
-        ("validate_every", validation, "the only validation is the one at the end"),
-        ("log_every", logging, "training is logged once, at the end"),
-        *(("the checkpoint's every", each, "the only resume point is the one at the end") for each in asked),
+    asked = dict.fromkeys(each.interval for each in chosen_policies(settings.checkpoint))
+    saves = [firings(Trigger(each, length.calendar), epoch, length) for each in asked]
+    for name, due, instead in (
+        ("validate_every", points["validation"], "the only validation is the one at the end"),
+        ("log_every", points["logging"], "training is logged once, at the end"),
+        *(("the checkpoint's every", each, "the only resume point is the one at the end") for each in saves),
     ):
-        if points.every is not None and points.times == 0:
+        if due.every is not None and due.times == 0:
             yield (
-                f"{name}={points.every} is longer than the run of {steps} steps: {instead}. "
+                f"{name}={due.every} is longer than the run of {length.steps} steps: {instead}. "
                 "Choose a shorter interval"
             )
 
 
-def validation_conflicts(
-    settings: RunSettings, task: TaskModule, built: Built, validates: bool
+def _of_validation(
+    settings: RunSettings, task: TaskModule, built: Built, validation: Firings
 ) -> Iterator[str]:
-    if validates:
+    if validation.times != 0:
         return
     fix = "Give fit validation data, and see validate_every"
     default: Any = type(settings).__dataclass_fields__["validate_every"].default  # was not asked for
@@ -125,7 +142,7 @@ def validation_conflicts(
         yield f"a schedule that follows the validations never acts, because there is no validation. {fix}"
 
 
-def module_conflicts(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[str]:
+def _of_modules(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[str]:
     train_loaded(task)
     evaluating = [name or "the task" for name, module in task.named_modules() if not module.training]
     if evaluating:
@@ -142,11 +159,7 @@ def module_conflicts(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[s
             " Use larger micro-batches, drop_last=True, or group norm"
         )
     trained = {id(each) for updater in built.updaters.values() for each in updater.parameters}
-    left = [
-        name
-        for name, each in built.module.named_parameters()
-        if each.requires_grad and id(each) not in trained
-    ]
+    left = [name for name, each in task.named_parameters() if each.requires_grad and id(each) not in trained]
     if left:
         yield (
             f"no optimizer trains {_some(left)}. Configure one, or save their gradients by the callback "
@@ -154,18 +167,12 @@ def module_conflicts(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[s
         )
 
 
-def label_conflicts(task: TaskModule, batch: Any) -> Iterator[str]:
+def _of_labels(task: TaskModule, batch: Any) -> Iterator[str]:
     """Yield what to write for labels that torch's losses ignore, where samples are counted."""
     if measure_of(task).weight is not None:
         return
-    given = (
-        batch.items()
-        if isinstance(batch, Mapping)
-        else ((-1, batch[-1]),)
-        if isinstance(batch, (tuple, list))
-        else ()
-    )
-    for key, labels in given:
+    given = {-1: batch[-1]} if isinstance(batch, (tuple, list)) else batch
+    for key, labels in given.items() if isinstance(given, Mapping) else ():
         is_target = isinstance(labels, Tensor) and key in (-1, *TARGETS)
         if is_target and not labels.is_floating_point() and bool((labels == -100).any()):
             yield (
@@ -176,7 +183,7 @@ def label_conflicts(task: TaskModule, batch: Any) -> Iterator[str]:
             )
 
 
-def place_conflicts(settings: RunSettings, strategy: Strategy, built: Built) -> Iterator[str]:
+def _of_place(settings: RunSettings, strategy: Strategy, task: TaskModule) -> Iterator[str]:
     """Yield what a fit would refuse where it runs, or what this machine's memory does not hold."""
     if settings.run_dir is not None:
         given_run_dir(settings.run_dir)
@@ -196,24 +203,24 @@ def place_conflicts(settings: RunSettings, strategy: Strategy, built: Built) -> 
     config: Any = getattr(strategy, "config", None)
     if strategy.sharded and getattr(config, "gather_at_end", False):
         try:
-            check_gathering(built.module, processes=max(1, strategy.world_size // settings.num_nodes))
+            check_gathering(task, processes=max(1, strategy.world_size // settings.num_nodes))
         except StrategyError as error:
             yield str(error)
 
 
-def gathered_conflicts(strategy: Strategy, built: Built) -> Iterator[str]:
+def _of_gathering(strategy: Strategy, task: TaskModule) -> Iterator[str]:
     """Yield what to write where an embedding or a head is larger than a block, and stays gathered."""
     config = getattr(strategy, "config", None)
     if not isinstance(config, FSDPConfig) or config.wrap != "auto" or config.tensor_parallel > 1:
         return
-    blocks = units(built.module, config.wrap)
-    apart = [*blocks, *itertools.chain(*around(built.module, blocks))]
+    blocks = units(task, config.wrap)
+    apart = [*blocks, *itertools.chain(*around(task, blocks))]
     inside = {each for part in apart for each in part.parameters()}
-    tied = {getattr(*uses[0]) for uses in uses_of_parameters(built.module) if len(uses) > 1}
+    tied = {getattr(*uses[0]) for uses in uses_of_parameters(task) if len(uses) > 1}
     largest = max((sum(each.nbytes for each in block.parameters()) for block in blocks), default=0)
     left = {
         name: module.weight
-        for name, module in built.module.named_modules()
+        for name, module in task.named_modules()
         if isinstance(module, (nn.Embedding, nn.Linear)) and module.weight not in inside | tied
     }
     names = [name for name, weight in left.items() if largest and weight.nbytes > largest]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -34,30 +35,23 @@ from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.single import SingleDevice
 from drivetrain.strategies.wrapping import batch_norms
-from drivetrain.task.optim.quantized import is_quantized
+from drivetrain.task.optim.quantized import is_quantized, parts_of, uncompiled
 from drivetrain.task.task import TaskModule
-from drivetrain.trainer.plan.answers import CPU, Answers
-from drivetrain.trainer.plan.memory import Unknown
-from drivetrain.trainer.plan.optimizers import without_values
+from drivetrain.trainer.plan.answers import Answers, fake, without_values
+from drivetrain.trainer.plan.memory import Unknown, tried
 
 _TORCH: Any = distributed
 """With the names that it does not export."""
 
-_KINDS = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-)
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "gather")
 
 _OF_STRATEGIES = ("c10d", "fsdp")
 """The namespaces of operations on a strategy's own buffers."""
 
 _OF_DTENSORS = "_c10d_functional"
+
+_META = torch.device("meta")
+"""The device of the storages of tensors without values."""
 
 _LIKE_ALL = 3
 """Micro-batches that are run: all between the first and the last of a window are like the second."""
@@ -89,19 +83,24 @@ class FakeStep(NamedTuple):
     """The memory, collectives and floating-point operations of a step.
 
     Attributes:
-        kept: Bytes that the forward of a micro-batch keeps for its backward, and the batch.
+        states: Bytes of the first rank's "parameters", "gradients" and "optimizer" states, and of the whole
+            states as "saved"; None if the optimizers refuse gradients without values.
+        is_own: Whether the strategy itself has run.
+        kept: Bytes that the forward of a micro-batch keeps for its backward, and the batch; None if unknown.
         at_peak: Bytes at the peak of the step by the kinds of `MemoryUse`, and "gathered".
         collectives: Those of the step, in order; None if they are others in a run.
-        is_own: Whether the strategy itself has run.
         flops: Floating-point operations of its forwards and backwards, without recomputation; None if some
             are not known.
+        unknown: Why all after `is_own` is unknown.
     """
 
-    kept: int
-    at_peak: Mapping[str, int]
-    collectives: tuple[Collective, ...] | None
+    states: dict[str, int | None]
     is_own: bool
-    flops: int | None
+    kept: int | None = None
+    at_peak: Mapping[str, int] = {}
+    collectives: tuple[Collective, ...] | None = None
+    flops: int | None = None
+    unknown: str = ""
 
 
 class StepWatch(MemoryWatch):  # type: ignore[no-untyped-call]
@@ -159,7 +158,7 @@ def fake_step(
     settings: RunSettings,
     strategy: Strategy,
     task: TaskModule,
-    batch: Batch,
+    batch: Batch | None,
     accumulation: int,
     length: RunLength,
     memory: Memory | None,
@@ -167,28 +166,23 @@ def fake_step(
     """Make a step of a copy of a task as the first rank of a run.
 
     Args:
-        batch: A micro-batch of the data.
+        batch: A micro-batch of the data; None measures the states alone.
         accumulation: Micro-batches of the data in the step.
         memory: What a process holds under the strategy; None if that is not known.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     made, precision = _on_fake_ranks(strategy, settings.num_nodes), as_precision(settings.precision)
-    own, meta = made.name == strategy.name, torch.device("meta")  # that of the storages of fake tensors
-    mode, answers = FakeTensorMode(allow_non_fake_inputs=True), Answers()
-    samples = batch_size(batch) or 1
+    own, answers = made.name == strategy.name, Answers()
     with (
         _fake_ranks(made.world_size),
         Engine(made, precision, seed=settings.seed, memory=settings.memory) as engine,
         torch.compiler.set_stance("force_eager"),
-        mode,
+        FakeTensorMode(allow_non_fake_inputs=True),
         answers,
     ):
-        copy, fake = without_values(task, _fake), tree_map(_fake, batch)
+        copy = without_values(task)
         vars(copy)["_apply"] = partial(_apply, copy)
-        if not own and memory is not None and memory.forward_dtype is not None:
-            _convert(copy, memory.forward_dtype)
-        micro_batch = MicroBatch(fake, float(samples), samples)
         with _buckets(made), _FirstChunks():
             engine.prepare_task(
                 copy,
@@ -200,40 +194,94 @@ def fake_step(
             )
         if isinstance(engine.model, DistributedDataParallel):
             engine.model.reducer = _Reducer(engine.model.reducer)  # type: ignore[assignment]
-        optimizers = [each.optimizer for each in engine.updaters.values()]
-        for each in optimizers:  # which divide by what they read
-            each.register_step_pre_hook(lambda *_: setattr(answers, "number", 1.0))
-            each.register_step_post_hook(lambda *_: setattr(answers, "number", 0.0))
-        kept, measured, ends = 0, -1, list[int]()
-        backward, update = made.backward, engine.update
+        as_stored = None if own or memory is None else memory.forward_dtype
+        step = FakeStep(_states(engine, copy, answers, as_stored), own)
+        if batch is None:
+            return step
+        batch = tree_map(fake, batch)
+        measured, why = tried(_measured, step, step, engine, copy, batch, accumulation, answers)
+        return measured._replace(unknown=why)
 
-        def noting(*args: Any, **kwargs: Any) -> None:
-            nonlocal kept
-            if measured > 0 and (engine.interleaved or engine.passes == measured):
-                gradients = (each.grad for each in copy.parameters())
-                kept = max(kept, watch.now("activations", gradients))
-            with answers.answering(1.0):  # DDP reads whether some rank has used a parameter
-                backward(*args, **kwargs)
-            if measured > 0:
-                ends.append(len(watch.collectives))
 
-        def updating(*args: Any) -> tuple[bool, Tensor | None]:
-            with answers.answering(0.0):  # an overflow of the loss scale is a number that is not zero
-                return update(*args)
+def _states(
+    engine: Engine, copy: TaskModule, answers: Answers, as_stored: torch.dtype | None
+) -> dict[str, int | None]:
+    """Return the bytes of parameters, gradients and states, after a step with gradients without values.
 
-        vars(made)["backward"], vars(engine)["update"] = noting, updating
-        train_step = (engine.splitter or engine).train_step
-        with closing(FlopCount()) as flops:
-            train_step([micro_batch])  # makes the optimizers' states
-            flops.read()
-        measured = engine.passes + 1
-        # The micro-batches of a generator step run side by side.
-        run = accumulation if engine.interleaved else min(accumulation, _LIKE_ALL)
-        with StepWatch(copy, optimizers, meta, fake) as watch:
-            train_step([micro_batch] * run)
+    Args:
+        as_stored: The dtype of the weights, if it is not that of the optimizer's copies.
+    """
+    optimizers = [each.optimizer for each in engine.updaters.values()]
+    trained = [each for each in copy.parameters() if each.requires_grad]
+    copies = 0 if as_stored is None else sum(each.nbytes for each in trained)
+    for each in trained:
+        each.grad = torch.empty_like(each)
+    with answers.answering(1.0):  # no state's size depends on a number
+        saved, _ = tried(_saved, None, optimizers)
+    if as_stored is not None:
+        _convert(copy, as_stored)
+    watch = StepWatch(copy, optimizers, _META)
+    sizes = watch.now("optimizer"), sum(each.size for each in watch.of(trained))
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+        optimizer.state.clear()
+    return {
+        "parameters": watch.now("parameters"),
+        "gradients": sizes[1],
+        "optimizer": None if saved is None else copies + sizes[0],
+        "saved": None if saved is None else copies + saved,
+    }
+
+
+def _saved(optimizers: Sequence[Optimizer]) -> int:
+    """Make a step; return the bytes of the states of all ranks together."""
+    for each in optimizers:
+        with uncompiled(each):
+            each.step()
+    kept = (each for each in tree_leaves([each.state for each in optimizers]) if isinstance(each, Tensor))
+    parts = (parts_of("", each).values() if is_quantized(each) else (each,) for each in kept)
+    return sum(part.nbytes for each in parts for part in each)
+
+
+def _measured(
+    step: FakeStep, engine: Engine, copy: TaskModule, batch: Batch, accumulation: int, answers: Answers
+) -> FakeStep:
+    """Return the measures of a step after another step."""
+    optimizers = [each.optimizer for each in engine.updaters.values()]
+    for each in optimizers:  # which divide by what they read
+        each.register_step_pre_hook(lambda *_: setattr(answers, "number", 1.0))
+        each.register_step_post_hook(lambda *_: setattr(answers, "number", 0.0))
+    samples = batch_size(batch) or 1
+    micro_batch = MicroBatch(batch, float(samples), samples)
+    backward, update = engine.strategy.backward, engine.update
+    kept, measured, ends = 0, -1, list[int]()
+
+    def noting(*args: Any, **kwargs: Any) -> None:
+        nonlocal kept
+        if measured > 0 and (engine.interleaved or engine.passes == measured):
+            gradients = (each.grad for each in copy.parameters())
+            kept = max(kept, watch.now("activations", gradients))
+        backward(*args, **kwargs)
+        if measured > 0:
+            ends.append(len(watch.collectives))
+
+    def updating(*args: Any) -> tuple[bool, Tensor | None]:
+        with answers.answering(0.0):  # an overflow of the loss scale is a number that is not zero
+            return update(*args)
+
+    vars(engine.strategy)["backward"], vars(engine)["update"] = noting, updating
+    train_step = (engine.splitter or engine).train_step
+    with closing(FlopCount()) as flops:
+        train_step([micro_batch])  # after which a strategy's buffers exist
+        flops.read()
+    measured = engine.passes + 1
+    # The micro-batches of a generator step run side by side.
+    run = accumulation if engine.interleaved else min(accumulation, _LIKE_ALL)
+    with StepWatch(copy, optimizers, _META, batch) as watch:
+        train_step([micro_batch] * run)
     counted = 0 if flops.failed is not None else int(flops.read_at or 0) * accumulation
-    collectives = _of_window(watch.collectives, ends, accumulation - run) if own else None
-    return FakeStep(kept, watch.at_peak(), collectives, own, counted or None)
+    found = _of_window(watch.collectives, ends, accumulation - run) if step.is_own else None
+    return step._replace(kept=kept, at_peak=watch.at_peak(), collectives=found, flops=counted or None)
 
 
 def _of_window(found: Sequence[Collective], ends: Sequence[int], more: int) -> tuple[Collective, ...]:
@@ -268,7 +316,7 @@ def _fake_ranks(world_size: int) -> Iterator[None]:
         yield
         return
     if distributed.is_initialized():
-        raise RuntimeError("this process is a rank of a job already: plan in another process")
+        raise Unknown("this process is a rank of a job already; plan before the first fit")
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     log = fake_tensor.log  # torch also logs each error that it raises
     before, log.disabled = log.disabled, True
@@ -344,9 +392,3 @@ def _convert(copy: nn.Module, dtype: torch.dtype) -> None:
     for each in copy.parameters():
         if each.is_floating_point() and id(each) not in norms:
             each.data = each.to(dtype)
-
-
-def _fake(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CPU)

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from drivetrain.checkpoint.saving.config import chosen_policies
+from drivetrain.checkpoint.saving.config import CheckpointConfig, chosen_policies
+from drivetrain.core.errors import ConfigError, DataError, StrategyError
 from drivetrain.core.int_schedule import at_start
 from drivetrain.core.types import Batch
 from drivetrain.data.split_source import AlreadySplit
 from drivetrain.distributed.failure.location import users_line
 from drivetrain.run.settings import RunSettings
-from drivetrain.strategies.base import Memory
+from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.task.model_info import info_of
-from drivetrain.task.task import TaskModule
-from drivetrain.trainer.plan.optimizers import Built
+from drivetrain.task.task import TaskModule, overrides
+
+T = TypeVar("T")
 
 
 class Unknown(Exception):  # noqa: N818 - the reason is a value here, which the plan shows
     """A part of a plan that cannot be known beforehand; its text is the reason."""
 
 
-def example_batch(settings: RunSettings, task: TaskModule, data: Any) -> Batch:
-    """Return a micro-batch of copies of the first sample: no other is fetched.
+def example_batch(settings: RunSettings, task: TaskModule, data: Any) -> tuple[Batch, int | None]:
+    """Return a micro-batch of copies of the first sample, and its tokens if the task counts them.
+
+    No other sample is fetched.
 
     Raises:
         Unknown: The data is a stream, or a batch sampler chooses the sizes.
     """
-    data = data.data if isinstance(data, AlreadySplit) else data
+    batch = _batch(settings, task, data.data if isinstance(data, AlreadySplit) else data)
+    return batch, (int(task.tokens(batch)) or None) if overrides(task, "tokens") else None
+
+
+def _batch(settings: RunSettings, task: TaskModule, data: Any) -> Batch:
     if isinstance(data, (list, tuple)):
         return data[0]
     samples, sampler = (data.dataset, data.batch_sampler) if isinstance(data, DataLoader) else (data, None)
@@ -46,25 +55,42 @@ def example_batch(settings: RunSettings, task: TaskModule, data: Any) -> Batch:
     return data.collate_fn([samples[0]] * size)
 
 
-def checkpoint_size(settings: RunSettings, task: TaskModule, built: Built) -> int | None:
-    """Return the bytes of a checkpoint's tensors: weights, buffers and the optimizers' state.
+def checkpoint_size(settings: RunSettings, task: TaskModule, states: int | None) -> int | None:
+    """Return the bytes of a checkpoint's tensors: weights, buffers and the optimizers' states.
 
     The files' headers, and the states of callbacks and of the data, are not counted.
     """
-    policy = next(iter(chosen_policies(settings.checkpoint)), None)
-    left_out = info_of(task).left_out if policy is None or policy.parameters != "all" else None
-    if policy is not None and policy.parameters == "trainable":
+    if not settings.checkpoint:
+        return None
+    policy = (*chosen_policies(settings.checkpoint), CheckpointConfig())[0]
+    left_out = None if policy.parameters == "all" else info_of(task).left_out
+    if policy.parameters == "trainable":
         left_out = [name for name, each in task.named_parameters() if not each.requires_grad]
+    stored = as_precision(settings.precision).param_dtype
     tensors = {
-        id(each): each.numel() * built.stored_dtype(each).itemsize
+        id(each): each.numel() * ((each.is_floating_point() and stored) or each.dtype).itemsize
         for name, each in task.state_dict(keep_vars=True).items()
         if isinstance(each, Tensor) and name not in (left_out or ())
     }
-    whole = built.sizes(Memory())["optimizer"] if policy is None or policy.resumable else 0
+    whole = states if policy.resumable else 0
     return None if whole is None else sum(tensors.values()) + whole
 
 
-def reason(error: Exception) -> str:
+def tried(function: Callable[..., T], default: T, *arguments: Any) -> tuple[T, str]:
+    """Call a function; return its result and "", or the default and why the function has failed.
+
+    Raises:
+        DrivetrainError: What a fit would raise too.
+    """
+    try:
+        return function(*arguments), ""
+    except (ConfigError, DataError, StrategyError):
+        raise
+    except Exception as error:
+        return default, _reason(error)
+
+
+def _reason(error: Exception) -> str:
     """Return why a step without values has failed, with the line of the user's program."""
     if isinstance(error, Unknown):
         return str(error)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.core.calendar import RunLength, Trigger
-from drivetrain.core.errors import ConfigError, DataError, StrategyError, shown
+from drivetrain.core.errors import ConfigError, shown
 from drivetrain.core.int_schedule import at_start
 from drivetrain.core.messages import columns, sized
 from drivetrain.core.notebook.html import html_table, sparkline
@@ -25,10 +25,9 @@ from drivetrain.run.settings import RunSettings, known_accumulation, scheduled_n
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import Memory
 from drivetrain.strategies.checks import check_values
-from drivetrain.strategies.ddp import DDP
-from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.base import Precision
-from drivetrain.task.task import TaskModule, known_fit, overrides, train_loaded
+from drivetrain.strategies.precision.registry import as_precision
+from drivetrain.task.task import TaskModule, known_fit, train_loaded
 from drivetrain.task.without_trace import without_trace
 from drivetrain.trainer.assembly import (
     check_task,
@@ -40,20 +39,11 @@ from drivetrain.trainer.assembly import (
 )
 from drivetrain.trainer.data_objects import begun
 from drivetrain.trainer.feeds import evaluation_batch_size, with_accumulation
-from drivetrain.trainer.plan.conflicts import (
-    gathered_conflicts,
-    interval_conflicts,
-    label_conflicts,
-    length_conflicts,
-    module_conflicts,
-    place_conflicts,
-    schedule_conflicts,
-    validation_conflicts,
-)
+from drivetrain.trainer.plan.conflicts import conflicts
 from drivetrain.trainer.plan.counts import Epoch, Firings, and_at_the_end, firings
 from drivetrain.trainer.plan.fake_step import Collective, FakeStep, fake_step
-from drivetrain.trainer.plan.memory import checkpoint_size, example_batch, reason
-from drivetrain.trainer.plan.optimizers import Built, Rate
+from drivetrain.trainer.plan.memory import checkpoint_size, example_batch, tried
+from drivetrain.trainer.plan.optimizers import Rate, build
 
 
 @dataclass(frozen=True, repr=False)
@@ -292,10 +282,9 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
     """Return the forecast of `settings.fit` with this task and data.
 
     Nothing is trained, moved or written; the task, the data and the random streams stay as they are. At most
-    the first sample is fetched, and none from a stream. The optimizers are built and stepped once on copies
-    of the parameters that have shapes and dtypes but no values (torch's "meta" device), which gives the size
-    of their state. Copies of the first sample make a micro-batch, and two steps of the first process without
-    values and without the other processes give its memory and its collectives; see `fake_step`.
+    the first sample is fetched, and none from a stream. Copies of it make a micro-batch, and two steps of the
+    first process without values and without the other processes give its memory and its collectives; see
+    `fake_step`.
     """
     given = check_task(task), train_data, validation_data
     with without_trace(*given), begun("fit", *given):
@@ -305,107 +294,110 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
         settings = with_accumulation(settings, epoch.feed)
         strategy = settings.select_strategy()
         length = planned_length(settings, epoch.feed, strategy.world_size)
-        validates = validation_data is not None
-        if validates:  # for its errors: an empty loader, or one without a batch size
+        if validation_data is not None:  # for its errors: an empty loader, or one without a batch size
             size = evaluation_batch_size(settings)
             evaluation_sources(validation_data, "validation", settings.seed, batch_size=size)
         with known_fit(task, length), modify_task(settings.callbacks, task):
             check_values(task, strategy.name, meta=True)
-            built = Built(settings, task, length)
+            built = build(settings, task, length)
             train_loaded(task)
-            use, example = _use(settings, strategy, built, task, train_data, length)
-            tokens = use["tokens_per_step"]
-        policies = chosen_policies(settings.checkpoint) or (CheckpointConfig(),) * bool(settings.checkpoint)
-        save_every = dict.fromkeys(each.interval for each in policies)
-        triggers = make_triggers(settings, length.calendar, validates)
-        validation = firings(triggers.validate, epoch, length)
-        resume_points = [
-            firings(Trigger(each, length.calendar), epoch, length) for each in save_every or (None,)
-        ]
-        parameters = list(built.module.parameters())
-        plan = Plan(
-            task=type(task).__name__,
-            steps=length.steps,
-            steps_per_epoch=length.steps_per_epoch,
-            unknown=_why_unknown(epoch, length),
-            micro_batches_per_step=at_start(known_accumulation(settings)),
-            samples_per_step=epoch.window(0),
-            scheduled={name: str(each) for name, each in scheduled_numbers(settings).items()},
-            last_window=epoch.last_window,
-            rates=built.rates(length.calendar.whole),
-            validation=validation,
-            logging=firings(triggers.log, epoch, length),
-            saving=and_at_the_end(resume_points[0], length.steps) if policies else resume_points[0],
-            device=str(strategy.device),
-            strategy=str(strategy),
-            processes=strategy.world_size,
-            parameters=sum(each.numel() for each in parameters),
-            trainable=sum(each.numel() for each in parameters if each.requires_grad),
-            warnings=(),
-            also_saving=tuple(each for each in resume_points[1:] if each.every is not None),
-            checkpoint=checkpoint_size(settings, task, built) if settings.checkpoint else None,
-            tokens=tokens and (length.max_tokens if length.steps is None else tokens * length.steps),
-            **use,
-        )
-        conflicts = (
-            *length_conflicts(settings, epoch, length),
-            *schedule_conflicts(built, length),
-            *interval_conflicts(settings, plan.steps, plan.validation, plan.logging, resume_points),
-            *validation_conflicts(settings, task, built, validates and validation.times != 0),
-            *module_conflicts(task, epoch, built),
-            *label_conflicts(task, example),
-            *place_conflicts(settings, strategy, built),
-            *gathered_conflicts(strategy, built),
-        )
-    return dataclasses.replace(plan, warnings=conflicts)
+            use, example = _use(settings, strategy, task, train_data, length)
+            points = _points(settings, epoch, length, validation_data is not None)
+            found = conflicts(settings, task, strategy, epoch, length, built, points, example)
+            return Plan(
+                task=type(task).__name__,
+                steps=length.steps,
+                steps_per_epoch=length.steps_per_epoch,
+                unknown=_why_unknown(epoch, length),
+                micro_batches_per_step=at_start(known_accumulation(settings)),
+                samples_per_step=epoch.window(0),
+                scheduled={name: str(each) for name, each in scheduled_numbers(settings).items()},
+                last_window=epoch.last_window,
+                rates=built.rates(length.calendar.whole),
+                **points,
+                device=str(strategy.device),
+                strategy=str(strategy),
+                processes=strategy.world_size,
+                parameters=sum(each.numel() for each in task.parameters()),
+                trainable=sum(each.numel() for each in task.parameters() if each.requires_grad),
+                warnings=tuple(found),
+                **use,
+            )
+
+
+def _points(settings: RunSettings, epoch: Epoch, length: RunLength, validates: bool) -> dict[str, Any]:
+    """Return the fields of a plan that are the steps at which something is due."""
+    policies = chosen_policies(settings.checkpoint) or (CheckpointConfig(),) * bool(settings.checkpoint)
+    triggers = make_triggers(settings, length.calendar, validates)
+    every = dict.fromkeys(each.interval for each in policies) or (None,)
+    first, *others = (firings(Trigger(each, length.calendar), epoch, length) for each in every)
+    return {
+        "validation": firings(triggers.validate, epoch, length),
+        "logging": firings(triggers.log, epoch, length),
+        "saving": and_at_the_end(first, length.steps) if policies else first,
+        "also_saving": tuple(each for each in others if each.every is not None),
+    }
 
 
 def _use(
-    settings: RunSettings, strategy: Strategy, built: Built, task: TaskModule, data: Any, length: RunLength
+    settings: RunSettings, strategy: Strategy, task: TaskModule, data: Any, length: RunLength
 ) -> tuple[dict[str, Any], Batch]:
     """Return the fields of a plan that are the use of one process, and a micro-batch; None if unknown."""
     accumulation = at_start(known_accumulation(settings))
     local_size = max(1, strategy.world_size // settings.num_nodes)
-    held = strategy.memory(built.module, built.precision, local_size)
-    fields = _states(settings, strategy, built, held)
-    batch, hosted = None, fields.pop("hosted")
-    try:
-        batch = example_batch(settings, task, data)
-        if overrides(task, "tokens"):
-            fields["tokens_per_step"] = int(task.tokens(batch)) * accumulation * strategy.data_size or None
-        workers = data.num_workers if isinstance(data, DataLoader) else settings.num_workers
-        hosted += workers * _AHEAD * _bytes(batch)
-        step = fake_step(settings, strategy, task, batch, accumulation, length, held)
-        peak = _peak(step, fields["memory"], fields["offloaded"])
-        fields |= {"collectives": step.collectives, "flops": step.flops, "peak": peak}
-    except (ConfigError, DataError, StrategyError):
-        raise  # as the fit would
-    except Exception as error:
-        fields["memory_unknown"] = reason(error)
-    return {**fields, "host_memory": local_size * hosted}, batch
-
-
-def _states(settings: RunSettings, strategy: Strategy, built: Built, held: Memory | None) -> dict[str, Any]:
-    """Return the fields that are known without a step, and the bytes that a process has on the host."""
-    memory = built.sizes(held)
+    precision = as_precision(settings.precision)
+    held = strategy.memory(task, precision, local_size)
+    nothing: tuple[Batch, int | None] = (None, None)
+    (batch, tokens), why = tried(example_batch, nothing, settings, task, data)
+    none = FakeStep({}, False)
+    step, failed = tried(fake_step, none, settings, strategy, task, batch, accumulation, length, held)
+    memory = _memory(step, strategy, held)
     offloaded = tuple(each for each in memory if held and each in held.offloaded)
+    peak = _peak(step, memory, offloaded)
+    tokens = tokens and tokens * accumulation * strategy.data_size
+    fields = {
+        "precision": _precision_text(precision, None if held is None else held.forward_dtype),
+        "memory": memory,
+        "offloaded": offloaded,
+        "memory_unknown": why or failed or step.unknown,
+        "checkpoint": checkpoint_size(settings, task, step.states.get("saved")),
+        "tokens_per_step": tokens,
+        "tokens": tokens and (length.max_tokens if length.steps is None else tokens * length.steps),
+        "peak": peak,
+        "collectives": step.collectives,
+        "flops": step.flops,
+        "host_memory": local_size * _hosted(settings, memory, offloaded, data, batch),
+    }
+    return fields, batch
+
+
+def _hosted(
+    settings: RunSettings, memory: Mapping[str, int | None], offloaded: Sequence[str], data: Any, batch: Batch
+) -> int:
+    """Return the bytes of one process on the host."""
     chosen = chosen_policies(settings.checkpoint)
     copied = settings.checkpoint == "async" or any(each.asynchronous for each in chosen)
-    hosted = sum(memory[each] or 0 for each in (*offloaded, *("parameters", "optimizer") * copied))
+    parts = (*offloaded, *("parameters", "optimizer") * copied)
+    workers = data.num_workers if isinstance(data, DataLoader) else settings.num_workers
+    return sum(memory[each] or 0 for each in parts) + workers * _AHEAD * _bytes(batch)
+
+
+def _memory(step: FakeStep, strategy: Strategy, held: Memory | None) -> dict[str, int | None]:
+    """Return the bytes of states in one process; those of the step are not known yet."""
+    memory = {each: step.states.get(each) for each in ("parameters", "gradients", "optimizer")}
+    if not step.is_own:  # one process has run for all
+        for name, size in memory.items():
+            share = None if held is None else held.share if name in held.divided else 1.0
+            memory[name] = None if size is None or share is None else round(size * share)
     if strategy.sharded or strategy.world_size > 1:
-        known = held is not None and not isinstance(strategy, (DDP, FSDP))
-        memory["gathered"] = held.gathered if held is not None and known else None
-    return {
-        "precision": _precision_text(built.precision, None if held is None else held.forward_dtype),
-        "memory": memory | dict.fromkeys(_OF_A_STEP),
-        "offloaded": offloaded,
-        "hosted": hosted,
-        "tokens_per_step": None,
-    }
+        memory["gathered"] = None if step.is_own or held is None else held.gathered
+    return memory | dict.fromkeys(_OF_A_STEP)
 
 
 def _peak(step: FakeStep, memory: dict[str, int | None], offloaded: Sequence[str]) -> int | None:
     """Add what a step has used to the memory of a process; return its peak."""
+    if step.kept is None:
+        return None
     memory["activations"] = step.kept
     if step.is_own:
         if "gathered" in memory:
