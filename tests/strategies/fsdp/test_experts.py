@@ -186,12 +186,14 @@ def test_refusals_of_experts() -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         right = ExpertParallel()._apply(Experts(4), init_device_mesh("cpu", (2,)))
-        linear = Sparse(lambda number: nn.Sequential(nn.Linear(8, number)))
+        linear, tied = Sparse(lambda number: nn.Sequential(nn.Linear(8, number))), Sparse()
+        tied.layers[1].experts.wide = tied.layers[0].experts.wide
         cases: dict[str, Any] = {
             "uneven": (of(Sparse(number=3)), "'layers.0.experts' (Experts)", "2 processes", "3 experts"),
             "submodules": (of(linear), "none in submodules", "0.weight"),
             "buffers": (of(Sparse(with_buffer)), "no buffers", "and the buffers ['scale']"),
             "counts": (lambda: right(torch.ones(8, 8), torch.full((4,), 3)), "up to 12, for 8 tokens"),
+            "tied": (of(tied), "'layers.0.experts.wide' and 'layers.1.experts.wide' are one parameter"),
             "no experts": (of(Bare()), "no ExpertParallel()"),
             "recomputed": (of(Sparse(), ("Experts",)), "('Experts',) names a module of experts"),
         }

@@ -486,9 +486,15 @@ def _check_parts(task: nn.Module, parts: Sequence[nn.Module], whole: frozenset[s
 
 
 def _check(whole: frozenset[str], plan: Sequence[ParallelModule]) -> None:
+    experts: dict[nn.Parameter, str] = {}
     for each in plan:
         check_dimensions(each.module)
-        for name, _ in each.module.named_parameters(each.name):
+        for name, parameter in each.module.named_parameters(each.name):
+            if each.dimension == "shard" and (first := experts.setdefault(parameter, name)) != name:
+                raise ConfigError(
+                    f"{first!r} and {name!r} are one parameter in two modules of experts, which cannot be"
+                    " divided among processes: use one module of experts in both places"
+                )
             if name in whole:
                 raise ConfigError(
                     f"{name!r} is both in FSDPConfig(ignored=...), which keeps it whole, and in the"
