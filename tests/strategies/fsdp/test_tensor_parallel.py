@@ -330,7 +330,7 @@ def test_plan_refusals() -> None:
             "adapted": (of(adapted), "'head' (ParametrizedLinear) has parameters in submodules"),
             "parts": (partial(step_of, Transformer), "values of shape []", "output_layouts=Replicate()"),
             "metrics": (partial(step_of, Measured), "of shape [2, 6, 8]", "or from metric_inputs"),
-            "norms": (backward_of_norms, "different gradients of 'blocks.0.before.weight'"),
+            "norms": (backward_of_norms, "different gradients of 'blocks.1.between."),
             "uneven": (of(uneven), "=2 does not divide dimension 0 of 'head.weight'", "[5, 8]"),
         }
         assert_refused((ConfigError, StrategyError), cases)

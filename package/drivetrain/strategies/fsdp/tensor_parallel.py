@@ -224,12 +224,13 @@ def check_gradients(task: nn.Module, group: Any) -> None:
     both = torch.stack([norms, -norms])
     distributed.all_reduce(both, distributed.ReduceOp.MAX, group=group)
     apart = (both.sum(0) > 1e-3 * both[0]) & (both.sum(0) > 1e-6 * both.amax())
-    for name in (name for name, is_apart in zip(whole, apart.tolist(), strict=True) if is_apart):
+    wrong = [name for name, is_apart in zip(whole, apart.tolist(), strict=True) if is_apart]
+    if wrong:  # those before the cause are wrong too
         raise StrategyError(
-            f"the processes that tensor_parallel gives the same batch have different gradients of {name!r},"
-            " which the parallel_plan does not split: its module gets a part of the sequence or of the heads."
-            " Give it the style SequenceParallel(sequence_dim=..., use_local_output=True), with the dimension"
-            " that is split"
+            "the processes that tensor_parallel gives the same batch have different gradients of"
+            f" {wrong[-1]!r}, which the parallel_plan does not split: it, or what follows it, works on a part"
+            " of the sequence, the heads or the features. Give a norm of such a part the style"
+            " SequenceParallel(sequence_dim=..., use_local_output=True), with the dimension that is split"
         )
 
 
