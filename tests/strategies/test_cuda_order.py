@@ -19,10 +19,7 @@ STARTING = {"init", "set_device", "current_device", "get_device_capability", "is
 
 
 class Cuda:
-    """Two GPUs. `calls` has what was asked of them, in order, and `started_by` what of that starts CUDA.
-
-    With a `capability` below (8, 0) they emulate bfloat16.
-    """
+    """Two GPUs: `calls` lists what was asked of them, `started_by` what of that starts CUDA."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []

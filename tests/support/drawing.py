@@ -37,10 +37,7 @@ def drawn_hooks(lines: list[Line]) -> set[str]:  # all hooks in the drawing
 
 
 class Play:
-    """The hooks of a run in the order of the drawing, given the steps of each epoch and what is due when.
-
-    Steps count from 1; `batches` are those of a validation, and `micro_batches` those of each step.
-    """
+    """The hooks of a run in the order of the drawing, given the steps of each epoch and what is due when."""
 
     def __init__(
         self,

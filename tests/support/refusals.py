@@ -8,10 +8,7 @@ def assert_refused(
     error: type[BaseException] | tuple[type[BaseException], ...],
     cases: Mapping[str, tuple[Callable[[], Any] | str, ...]],
 ) -> None:
-    """Call each case and list all that are not refused, or without the words that help.
-
-    `cases` are by a name that says what is wrong: the call, then the words, in any order and case.
-    """
+    """Call each case, by name, and list all that are not refused with its words, in any order and case."""
     wrong = []
     for name, (call, *words) in cases.items():
         assert words, f"{name}: give a word that the message must have"

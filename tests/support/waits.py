@@ -69,10 +69,7 @@ def batches(count: int = 40, device: str = "cpu") -> list[dict[str, Tensor]]:
 
 
 class Row(NamedTuple):
-    """A Trainer's options, and the waits of a step with their reason.
-
-    `on_device`: the data is there from the start. `on_cuda`: the most waits where one operation makes many.
-    """
+    """A Trainer's options, and the waits of a step with their reason."""
 
     options: Mapping[str, Any] = {}
     waits: int = 0

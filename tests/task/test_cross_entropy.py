@@ -211,7 +211,7 @@ def test_refusals_of_cross_entropy() -> None:
         "a weight as head": (given(head.weight), "head=", "Parameter"),
         "hidden": (given(hidden=hidden[..., 1:]), "(3, 11, 15)", "(36, 16)", "(words, features)"),
         "fewer targets": (given(targets=targets[1:]), "(2, 11)", "do not fit"),
-        "probabilities": (given(targets=targets.float()), "targets=", "int64, not torch.float32"),
+        "probabilities": (given(targets=targets.float()), "targets=", "not torch.float32"),
         "a word of another vocabulary": (given(targets=wrong), "the target 36", "36 words", "-100"),
     }
     assert_refused(ConfigError, cases)

@@ -180,7 +180,7 @@ def test_rename_by_patterns_and_by_a_function() -> None:
 
 def test_two_names_that_become_one_are_both_named() -> None:
     for rename in ({"^.*$": "same"}, lambda name: "same"):
-        with pytest.raises(CheckpointError, match=r"'a.w' and '_orig_mod.b' of a file both become 'same'"):
+        with pytest.raises(CheckpointError, match=r"'a.w' and '_orig_mod.b' of a file become 'same'"):
             names(["a.w", "_orig_mod.b"], rename)
     with pytest.raises(CheckpointError, match=r"'net.w' and 'net._orig_mod.w', which are both called"):
         names(["net.w", "net._orig_mod.w"], None)

@@ -99,7 +99,7 @@ def test_refusals_of_schedules():
     given = {"validation/los": 1.0, "train/loss": 2.0}
     cases = {
         "no length": (lambda: make_schedule("linear", 10, None), "max_steps", "total_steps"),
-        "power without a warm-up": (config(warmup_power=2), "warmup_power=2 without a warm-up"),
+        "power without a warm-up": (config(warmup_power=2), "warmup_power=2 needs warmup_steps"),
         "misspelt": (refuse("cosin"), "'cosine'"),
         "misspelt option": (refuse("cosine", min_rato=0.1), "'min_ratio'"),
         "above 1": (refuse("linear", min_ratio=1.1), "at most 1"),

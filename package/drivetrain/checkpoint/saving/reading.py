@@ -196,16 +196,12 @@ class Reader:
     def _tensors(
         self, group: str, records: Mapping[str, TensorRecord], like: Like | None
     ) -> dict[str, Tensor]:
-        patterns = {
+        patterns: dict[str, Any] = {
             name: pattern
-            for name, record in records.items()
-            if like is not None
-            and (pattern := like(group, name, record.shape)) is not None
-            and is_sharded(pattern)
+            for name, each in records.items()
+            if is_sharded(pattern := like and like(group, name, each.shape))
         }
-        boxes = {
-            name: box_to_read(name, record.shape, patterns.get(name)) for name, record in records.items()
-        }
+        boxes = {name: box_to_read(name, each.shape, patterns.get(name)) for name, each in records.items()}
         # By layout, not by tensor: with thousands of processes there are millions of pieces.
         kinds = {
             (record, *boxes[name])

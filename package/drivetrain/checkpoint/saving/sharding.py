@@ -33,7 +33,7 @@ _Key: TypeAlias = tuple[str, str]
 """Group and name."""
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: object) -> bool:
     """Return whether a tensor is a `DTensor`, so that each process holds a part or a copy."""
     # By name, because importing the class takes half a second, which a single process need not spend.
     return type(tensor).__name__ == "DTensor" and type(tensor).__module__.startswith("torch.distributed.")

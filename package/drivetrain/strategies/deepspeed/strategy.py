@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.checkpoint.weights.stored_rows import stored_weights
-from drivetrain.core.errors import StrategyError
+from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.distributed.tensors import broadcast_module
 from drivetrain.strategies.base import (
     MakeOptimizers,
@@ -32,7 +32,6 @@ from drivetrain.strategies.base import (
 )
 from drivetrain.strategies.checks import check_dimensions, check_dtypes, check_gathering, check_values
 from drivetrain.strategies.deepspeed.config import PRECISIONS, DeepSpeedConfig, check_contradictions, realise
-from drivetrain.strategies.deepspeed.errors import check_by_deepspeed
 from drivetrain.strategies.deepspeed.library import check_optimizer, connect, float16, library, quiet
 from drivetrain.strategies.deepspeed.norms import WideNorms
 from drivetrain.strategies.deepspeed.state import ZeroState, load_scaler_state, scaler_state
@@ -457,3 +456,29 @@ def check_flat(task: nn.Module, stage: int, precision: Precision) -> None:
         "which DeepSpeed would concatenate to one tensor of one dtype. Give all of them float32, freeze the"
         " others, or use strategy 'ddp'",
     )
+
+
+def check_by_deepspeed(settings: Mapping[str, Any], device: str) -> None:
+    """Check a configuration with DeepSpeed's own parser.
+
+    Args:
+        settings: DeepSpeed's configuration.
+        device: The kind of device of the run.
+
+    Raises:
+        ConfigError: DeepSpeed refuses a name or a value; the message is DeepSpeed's.
+    """
+    library(device)
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from pydantic import ValidationError
+
+    try:
+        with quiet():
+            DeepSpeedConfig(dict(settings))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, (error.title, *first["loc"])))
+        raise ConfigError(f"DeepSpeed refuses {name}={first['input']!r}: {first['msg']}") from error
+    # DeepSpeed's own error is a bare Exception.
+    except Exception as error:
+        raise ConfigError(f"DeepSpeed refuses its configuration: {error!r}") from error
