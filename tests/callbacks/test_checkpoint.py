@@ -190,6 +190,8 @@ def test_by_a_value_that_a_callback_logs(tmp_path: Path) -> None:
     assert saved(tmp_path / "other") == [10]  # an epoch after the value might have come
     spoiled = learn(tmp_path / "spoiled", "scor", [1.0, float("nan")] * 8, on_nonfinite="stop", **options)
     assert "NaN" in spoiled.stop_reason  # which ended the run before the value might have come
+    options["callbacks"] = [LambdaCallback(on_fit_start=lambda run: run.stop("now"))]
+    assert learn(tmp_path / "stopped", "score", [], **options).stop_reason == "now"
 
 
 def test_checkpoints_that_are_not_resumable_hold_the_task_alone(tmp_path: Path) -> None:

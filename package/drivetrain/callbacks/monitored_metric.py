@@ -115,9 +115,9 @@ class MonitoredMetric:
         return ("validation" if validates else "train") in stages
 
     def end(self, run: Run) -> None:
-        """Check after training that the value has come."""
+        """Check after training that the value has come, if this program has made a step."""
         cut_short = run.stop_reason in run.stopping.signals or run.nonfinite.diverged is not None
-        if self.name not in run.metrics and not cut_short:
+        if self.name not in run.metrics and not cut_short and run.result is not None:
             self._refuse(run)
 
     def _refuse(self, run: Run) -> None:
