@@ -200,7 +200,7 @@ def test_evaluations_run_whole_batches_and_say_what_makes_them_smaller() -> None
     assert task.tried == [3, 3, 8, 5, 8, 5]
     with pytest.raises(torch.OutOfMemoryError) as caught:
         quiet(micro_batch="auto").validate(Small(fits=3), pairs(13, 8))
-    assert "Trainer(evaluation_batch_size=...) in an evaluation" in caught.value.__notes__[-1]
+    assert "In an evaluation give Trainer(evaluation_batch_size=...)" in caught.value.__notes__[-1]
 
 
 def notes_of(task: Any, data: Any, **options: Any) -> str:

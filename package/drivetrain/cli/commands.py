@@ -119,7 +119,7 @@ def _on_processes(trainer: Trainer, size: float) -> Trainer:
     local = trainer.devices if isinstance(trainer.devices, int) else size
     if size % local:
         raise ConfigError(
-            f"--world-size {size:g} is no multiple of --trainer.devices {local}, those of a machine"
+            f"--world-size {size:g} is no multiple of --trainer.devices {local}, the processes of a machine"
         )
     return replace(trainer, devices=int(local), num_nodes=int(size // local))
 

@@ -92,7 +92,9 @@ class TensorSpan:
 def check_tensor(tensor: Tensor, where: str) -> None:
     """Check that a safetensors file can store a tensor."""
     if tensor.layout != torch.strided:
-        raise CheckpointError(f"{where}: layout {tensor.layout} cannot be stored; call .to_dense() on it")
+        raise CheckpointError(
+            f"{where}: a tensor of layout {tensor.layout} cannot be stored; call .to_dense() on it"
+        )
     if tensor.is_meta:
         raise CheckpointError(f"{where}: the tensor is on the meta device and has no data to store")
     if tensor.dtype not in CODES:

@@ -162,7 +162,7 @@ class DirectoryCheckpointIO:
         with os_errors("remove", path):
             if not self.exists(path) or (files.renames and files.kind(path) != "directory"):
                 raise CheckpointError(
-                    f"{path!r} is not removed: no checkpoint (a directory with a {MANIFEST})"
+                    f"{path!r} is not removed: it is no checkpoint (a directory with a {MANIFEST})"
                 )
             parent, name = files.split(path)
             doomed = path

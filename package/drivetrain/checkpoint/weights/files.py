@@ -118,6 +118,8 @@ def parse_index(data: bytes | bytearray, what: str) -> dict[str, list[str]]:
                 "directory"
             )
         if not file.endswith((TENSORS, TORCH)):
-            raise DamagedCheckpointError(f"{what} places {name!r} in {file!r}, no {TENSORS} or {TORCH} file")
+            raise DamagedCheckpointError(
+                f"{what} places {name!r} in {file!r}, which is no {TENSORS} or {TORCH} file"
+            )
         files.setdefault(file, []).append(name)
     return files

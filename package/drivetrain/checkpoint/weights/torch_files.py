@@ -111,7 +111,7 @@ def _content(path: str, files: FileSystem) -> Any:
     except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
         old = " (torch before 1.6 wrote no zip files)" if "not a zip file" in str(error) else ""
         raise DamagedCheckpointError(
-            f"{path!r} is not (all of) what torch.save writes: {error}{old}"
+            f"{path!r} is not what torch.save writes, or not all of it: {error}{old}"
         ) from error
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))

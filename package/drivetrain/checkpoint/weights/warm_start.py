@@ -166,7 +166,9 @@ def _read(source: WeightSource | Found, later: bool) -> tuple[str, Mapping[str, 
         return repr(source.path), source.tensors, source.note, None
     if not isinstance(source, Mapping):
         more = "; give its state_dict()" if isinstance(source, nn.Module) else ""
-        raise ConfigError(f"weights are a path or tensors by name, not a {type(source).__name__}{more}")
+        raise ConfigError(
+            f"weights come from a path or from tensors by name, not from a {type(source).__name__}{more}"
+        )
     for name, value in source.items():
         if isinstance(name, str) and isinstance(value, Tensor):
             continue

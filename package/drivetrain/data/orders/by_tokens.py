@@ -47,7 +47,7 @@ def by_tokens(
         found = torch.as_tensor(lengths)
     except (TypeError, ValueError, RuntimeError):
         raise DataError(
-            f"by_tokens(): lengths: a column, a function or whole numbers, not {lengths!r:.60}"
+            f"by_tokens(lengths=) takes a column, a function or whole numbers, not {lengths!r:.60}"
         ) from None
     is_whole = not found.is_floating_point() and found.dtype != torch.bool
     if found.shape != (len(dataset),) or not len(found) or not is_whole or found.min() < 0:

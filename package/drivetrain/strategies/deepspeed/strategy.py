@@ -391,7 +391,9 @@ class DeepSpeed(Strategy):
     ) -> None:
         """Run backward of the factor times the loss by DeepSpeed's engine."""
         if inputs is not None:
-            raise StrategyError(f"no backward to some parameters only: {self.refuses('generators')}")
+            raise StrategyError(
+                f"backward to only some parameters is not supported: {self.refuses('generators')}"
+            )
         self.ranks.order.note("begins a backward")
         self._engine.backward(loss if factor is None else loss * factor, scale_wrt_gas=False)
         if self._plain and self._used is not None and self._last:

@@ -83,7 +83,9 @@ def build_optimizer(
         finds = " lr=None is for an optimizer that finds its own rate." if config.lr is None else ""
         raise ConfigError(f"{optimizer_title(config)} refuses its settings: {error}.{finds}") from error
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"{optimizer_title(config)} gave a {type(optimizer).__name__}, no torch optimizer")
+        raise ConfigError(
+            f"{optimizer_title(config)} gave a {type(optimizer).__name__}, which is no torch.optim.Optimizer"
+        )
     check_quantized(optimizer)
     check_parameters(optimizer)
     remember_base_rates(optimizer)

@@ -201,7 +201,9 @@ def _name(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
 
 def _key(name: str, slot: object) -> str:
     if not isinstance(slot, str) or "/" in slot:
-        raise CheckpointError(f"the optimizer's state of {name!r} has a slot {slot!r}, no plain name")
+        raise CheckpointError(
+            f"the optimizer's state of {name!r} has the slot {slot!r}, which is not a plain name"
+        )
     return f"{name}/{slot}"
 
 
