@@ -89,8 +89,8 @@ def test_wrong_sources_of_weights_and_renames_are_refused(tmp_path):
     assert_refused(
         (ConfigError, CheckpointError),
         {
-            "a number": source(3, "a path or tensors by name", "int"),
-            "a module": source(nn.Linear(1, 1), "not a Linear", "state_dict()"),
+            "a number": source(3, "a path or from tensors by name", "int"),
+            "a module": source(nn.Linear(1, 1), "not from a Linear", "state_dict()"),
             "a state dict inside": source(nested, "Did you mean", "source['state_dict']?"),
             "a file": (lambda: file_system("File:///runs"), "is an address: give the path"),
             "a password": (lambda: file_system("s3://me:mine@bucket"), "me:<hidden>@", "credentials as its"),

@@ -569,7 +569,7 @@ class Run(RunState):
             raise ConfigError(f"only rank 0 has loggers: write `if run.is_main:` before run.logger({name!r})")
         given = ", ".join(type(each).__name__ for each in self.loggers) or "none"
         raise ConfigError(
-            f"this fit has no logger {name!r}, but {given}. Add {name!r} to Trainer(loggers=...)"
+            f"this fit has no logger {name!r}; it has {given}. Add {name!r} to Trainer(loggers=...)"
         )
 
     def pending_values(self) -> dict[str, float]:

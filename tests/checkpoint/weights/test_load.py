@@ -167,7 +167,7 @@ def test_an_index_is_read_back_and_leads_nowhere_but_beside_itself():
     for file in [*OUTSIDE, ["x.safetensors"]]:
         with pytest.raises(DamagedCheckpointError, match=r"the index places 'w' in .*"):
             parse_index(json.dumps({"weight_map": {"w": file}}).encode(), "the index")
-    with pytest.raises(DamagedCheckpointError, match=r"'w-00001.npz', no .safetensors or .bin file"):
+    with pytest.raises(DamagedCheckpointError, match=r"'w-00001.npz', which is no .safetensors or .bin file"):
         parse_index(b'{"weight_map": {"w": "w-00001.npz"}}', "the index")
     for text in ("", "[]", "{}", '{"weight_map": {}}', '{"weight_map": [1]}', '{"weight_map": 1}'):
         with pytest.raises(DamagedCheckpointError, match=r"^the index "):

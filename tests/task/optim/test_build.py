@@ -176,7 +176,7 @@ def test_refusals_of_optimizer_config():
         "a text for a number": (lambda: built(eps="1e-8"), "'adamw' refuses its settings: '<=' not"),
         "for a switch": (config(amsgrad="false"), "amsgrad of the optimizer 'adamw' must be True or False"),
         "in a group": (config(groups=ParameterGroup("*", amsgrad="no")), "'*' must be True or False"),
-        "no optimizer": (lambda: built(lambda groups, lr: 3), "a int, no torch"),
+        "no optimizer": (lambda: built(lambda groups, lr: 3), "a int, which is no torch"),
         "no length": (lambda: build_schedule(OptimizerConfig(schedule="linear"), None), "total_steps"),
     }
     assert_refused(ConfigError, cases)
